@@ -9,17 +9,15 @@ other processes of the machine do not count. See docs/reference/benchmarks.md.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from benchmarks.report import Result, machine, markdown, save
+from benchmarks.report import Result, machine, markdown, parser_of, save
 from kvrouter.contract.tiers import all_on_gpu
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
@@ -153,10 +151,7 @@ def measure(*, quick: bool) -> list[TapRow]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a look, not a measurement")
-    parser.add_argument("--json", type=Path, help="where to save what was found")
-    options = parser.parse_args()
+    options = parser_of(__doc__, quick=True, result=True).parse_args()
     # The SDK logs each failure to export, and here every export fails.
     logging.getLogger("opentelemetry").setLevel("CRITICAL")
     rows = measure(quick=options.quick)

@@ -27,12 +27,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import parser_of
+
 HERE = Path(__file__).resolve().parent
 POLICIES = ("kv", "round_robin", "least_load", "session")
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--world", action="append", choices=("finding", "hot", "restart"), help="default: all")
     parser.add_argument("--engine", choices=("sim", "vllm"), default="sim")
     parser.add_argument("--no-patch", action="store_true", help="vLLM without the engine patch")

@@ -10,12 +10,12 @@ tokens. The run is in virtual time, so the machine does not matter.
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Sequence
 
 import numpy as np
 
+from benchmarks.report import parser_of
 from benchmarks.traffic.outcome import mean
 from benchmarks.traffic.prompts import Pieces
 from benchmarks.traffic.shape import PIECE_TOKENS
@@ -89,7 +89,7 @@ def row(policy: str, chats_per_s: float, seeds: int) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rate", type=float, action="append", help="chats that begin in a second; default: 2, 3, 4")
     parser.add_argument("--seeds", type=int, default=12)
     parser.add_argument("--policy", action="append", choices=NAMES, help="default: kv and six peers")

@@ -35,6 +35,7 @@ from typing import get_type_hints
 
 import msgspec
 
+from benchmarks.report import parser_of
 from benchmarks.traffic.outcome import ENDLESS, POOLED, Outcome, by_shape, mean, verdict
 from benchmarks.traffic.prompts import trace_and_fleet
 from benchmarks.traffic.report import BAR, report_text, report_values
@@ -207,7 +208,7 @@ def numbers(text: str) -> list[int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     commands = parser.add_subparsers(required=True)
     running = commands.add_parser("run", help="make the runs that the file lacks")
     running.set_defaults(call=run)

@@ -12,29 +12,24 @@ prompt of 512 blocks.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import random
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
-from benchmarks.report import machine
+from benchmarks.report import parser_of, print_setting
 from kvrouter.router.base.common.ids import GPU, Place, WorkerKey
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.index.matching.cache_writes import ModelWrites
 from kvrouter.router.index.matching.matcher import HashPlans, Matcher, WorkerView
 from kvrouter.router.index.matching.mirror import Mirror
-from kvrouter.router.index.matching.question import Hit, Question
+from kvrouter.router.index.matching.question import Question
 from kvrouter.router.model.config.settings import Config
 from kvrouter.router.model.engines.engine_metrics import EngineLoad
 from kvrouter.router.model.kvcache.block_hash import HashScheme
 from kvrouter.router.model.kvcache.catalog import Group, build_catalog
 from kvrouter.router.model.kvcache.prompt_hasher import SegmentMemory
-from kvrouter.router.model.kvcache.resume_rule import ResumeRule
 from kvrouter.router.model.workers.registration import CatalogSpec
 from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.router.route.placement.choose import choose
@@ -43,6 +38,7 @@ from kvrouter.router.route.placement.cost import ChoiceContext
 from kvrouter.router.route.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.route.placement.placement_request import PlacementRequest
 from kvrouter.router.route.placement.placer import Placer
+from tests.support.placing_stage import Fleet
 
 WORKERS = (8, 64, 512)
 BLOCKS, BLOCK_TOKENS = 512, 16
@@ -50,17 +46,17 @@ NUM_TOKENS = BLOCKS * BLOCK_TOKENS + 1
 CALLS = 50
 
 
-class Fleet:
+class PartlyFilledFleet(Fleet):
     """A model's workers, of which every fourth holds a part of the prompt."""
 
     def __init__(self, workers: int) -> None:
         self.keys = [WorkerKey("m", f"w{number}") for number in range(workers)]
-        mirror = self.mirror = Mirror(1 << 28)
+        mirror = Mirror(1 << 28)
         catalog = build_catalog((Group(0, "full_attention", BLOCK_TOKENS),), "learned", CatalogSpec())
         self.hashes = np.arange(1, BLOCKS + 1, dtype=np.uint64)
         for number, key in enumerate(self.keys):
             mirror.begin_epoch(key, "e")
-            self.writes("m").state(key, BLOCKS)
+            mirror.writes.of("m").state(key, BLOCKS)
             if number % 4 == 0:
                 mirror.add(key, Place(0, GPU), self.hashes[: BLOCKS * (number + 1) // workers])
         scheme = HashScheme.default()
@@ -68,32 +64,8 @@ class Fleet:
         self.plans = HashPlans.build(mirror, views)
         self.matcher = Matcher(mirror, SegmentMemory(0))
         self.question = Question("m", NUM_TOKENS, block_hashes=self.hashes)
-        self.found = self.matcher.match(self.question, self.plans)
-
-    async def hash_ahead(self, question: Question) -> None:
-        pass
-
-    def hits(self, question: Question) -> Sequence[Hit]:
-        return self.found
-
-    def url(self, worker: WorkerKey) -> str | None:
-        return "http://w:8000"
-
-    def sent(self, question: Question, worker: WorkerKey) -> None: ...
-
-    def writes(self, model: str) -> ModelWrites:
-        return self.mirror.writes.of(model)
-
-    def take_pool_sizes(self) -> None: ...
-
-    def hash_block_size(self, model: str) -> int:
-        return BLOCK_TOKENS
-
-    def resume_rule(self, worker: WorkerKey) -> ResumeRule | None:
-        return ResumeRule(BLOCK_TOKENS, None)
-
-    def workers(self) -> list[WorkerKey]:
-        return self.keys
+        super().__init__(self.matcher.match(self.question, self.plans))
+        self.caches = mirror.writes
 
 
 def fastest_us(call: Callable[[], object], rounds: int) -> float:
@@ -108,7 +80,7 @@ def fastest_us(call: Callable[[], object], rounds: int) -> float:
 
 
 def measure(workers: int, rounds: int) -> tuple[float, float, float]:
-    fleet = Fleet(workers)
+    fleet = PartlyFilledFleet(workers)
     placer = Placer(
         fleet,
         config=Config(),
@@ -126,19 +98,19 @@ def measure(workers: int, rounds: int) -> tuple[float, float, float]:
     rng, ask = random.Random(2), PlacementRequest(fleet.question)
     return (
         fastest_us(lambda: fleet.matcher.match(fleet.question, fleet.plans), rounds),
-        fastest_us(lambda: choose(fleet.found, context, rng), rounds),
+        fastest_us(lambda: choose(fleet.known, context, rng), rounds),
         fastest_us(lambda: placer.reserve(ask).done(), rounds),
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=60)
     arguments = parser.parse_args()
     # Disable collections, as in service the router freezes its long-lived objects, so that they are not walked again
     # and again.
     gc.disable()
-    print(f"{' '.join(['python', *sys.argv])}\n{json.dumps(machine())}")
+    print_setting()
     print("| workers | match, us | choose, us | reserve and release, us |\n|---|---|---|---|")
     for workers in WORKERS:
         match_us, choose_us, reserve_us = measure(workers, arguments.rounds)

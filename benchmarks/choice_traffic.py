@@ -59,11 +59,6 @@ def by_worker(answers: Iterable[Answer], workers: int) -> list[int]:
     return [counts[f"w{number}"] for number in range(workers)]
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value that this share of all values does not exceed."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
-
-
 class Client:
     """A sender of prompts to a router or, without a router, to the engine that the hash of the session picks."""
 

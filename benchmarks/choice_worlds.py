@@ -25,10 +25,10 @@ from benchmarks.choice_traffic import (
     Chat,
     Client,
     by_worker,
-    percentile,
     random_tokens,
     reuse,
 )
+from benchmarks.report import percentile
 
 Result = dict[str, Any]
 # Must exceed the longest queue here, which a policy builds that sends all prompts to one engine.

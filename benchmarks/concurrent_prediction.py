@@ -29,7 +29,7 @@ from random import Random
 import msgspec
 import numpy as np
 
-from benchmarks.report import machine
+from benchmarks.report import machine, parser_of
 from kvrouter.replay.fleet.fleet_shape import FleetShape, ReplicaShape, blocks_of
 from kvrouter.replay.runs.simulate import simulate
 from kvrouter.replay.traces.request import Request, Trace
@@ -203,7 +203,7 @@ def table(first: str, lines: Sequence[Line]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", action="append", choices=SHAPES)
     parser.add_argument("--traffic", action="append", choices=TRAFFIC)
     parser.add_argument("--requests", type=int, default=240, help="of each run")

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -25,7 +23,7 @@ from pathlib import Path
 import aiohttp
 import zmq
 
-from benchmarks.report import machine
+from benchmarks.report import parser_of, percentile, print_setting
 from kvrouter.simulator.cache.shapes import llama
 from kvrouter.simulator.engine.timing import Timing
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
@@ -100,20 +98,15 @@ def run(roles: tuple[str, ...], given: argparse.Namespace) -> Watched:
         return asyncio.run(drive(f"http://127.0.0.1:{router.port}", given))
 
 
-def at(values: list[float], share: float) -> str:
-    ordered = sorted(values)
-    return f"{1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]:.0f}"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--rate", type=float, default=3.0, help="requests a second")
     parser.add_argument("--prompt-tokens", type=int, default=8_000)
     parser.add_argument("--answer-tokens", type=int, default=200)
     parser.add_argument("--chunk-tokens", type=int, default=8_192, help="vLLM's max_num_batched_tokens on an H100")
     arguments = parser.parse_args()
-    print(f"{' '.join(['python', *sys.argv])}\n{json.dumps(machine())}")
+    print_setting()
     print(
         "| replicas | requests | prompt computed elsewhere | TTFT p50, ms | p95 | pause p50, ms | p99.9 "
         "| longest of an answer p50, ms | p95 |"
@@ -122,9 +115,9 @@ def main() -> None:
     for name, roles in FLEETS.items():
         seen = run(roles, arguments)
         count = sum(seen.computed_at.values())
-        first = f"{at(seen.first_s, 0.5)} | {at(seen.first_s, 0.95)}"
-        pauses = " | ".join(at(seen.pauses_s, share) for share in (0.5, 0.999))
-        longest = f"{at(seen.longest_s, 0.5)} | {at(seen.longest_s, 0.95)}"
+        first = f"{1000 * percentile(seen.first_s, 0.5):.0f} | {1000 * percentile(seen.first_s, 0.95):.0f}"
+        pauses = " | ".join(f"{1000 * percentile(seen.pauses_s, share):.0f}" for share in (0.5, 0.999))
+        longest = f"{1000 * percentile(seen.longest_s, 0.5):.0f} | {1000 * percentile(seen.longest_s, 0.95):.0f}"
         print(f"| {name} | {count} | {seen.computed_at['elsewhere']} | {first} | {pauses} | {longest} |", flush=True)
 
 

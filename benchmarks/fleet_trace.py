@@ -20,7 +20,6 @@ A run that the --results file already has is not repeated. The script prints a t
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -31,7 +30,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.report import machine
+from benchmarks.report import machine, parser_of
 from kvrouter.replay.fleet.fleet_shape import (
     CACHE_TOKENS,
     REPLICAS,
@@ -180,7 +179,7 @@ def rows(runs: Iterable[Run], count_from: int) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--shape", action="append", choices=SHAPES)
     parser.add_argument("--policy", action="append", choices=CHOICES)

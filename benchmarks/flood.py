@@ -8,33 +8,26 @@ script prints a table; `--json FILE` keeps every sample.
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
-import sys
-import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import zmq
 
 from benchmarks.processes import rss_bytes
+from benchmarks.report import parser_of, percentile, scratch
 from tests.support.fake_engine import FakeEngine, prompt, stored
+from tests.support.flooding import begin, flood
 from tests.support.router_process import RouterProcess
 
-FLOODER = Path(__file__).resolve().parents[1] / "tests" / "support" / "flooder.py"
 MODEL, NOISY = "quiet", "noisy"
 # Block hashes in one batch of the flood; None for no flood. With fewer hashes a larger share of the cost is decoding,
 # with more hashes it is the store and the mirror.
 FLOODS = (None, 1, 100, 5_000)
 WARM_UP_S = 2.0
 PAUSE_S = 0.02
-
-
-def percentile_ms(samples_s: list[float], share: float) -> float:
-    ordered = sorted(samples_s)
-    return 1_000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def sample(router: RouterProcess, quiet: FakeEngine, rounds: int, first: int) -> tuple[list[float], list[float]]:
@@ -56,60 +49,46 @@ def sample(router: RouterProcess, quiet: FakeEngine, rounds: int, first: int) ->
 
 
 def measure(blocks: int | None, rounds: int, context: zmq.Context[zmq.Socket[bytes]], folder: Path) -> dict[str, Any]:
-    with RouterProcess(folder) as router:
+    with RouterProcess(folder) as router, ExitStack() as stack:
         quiet = FakeEngine(context)
+        stack.callback(quiet.close)
         router.request("POST", "/register", quiet.registration("quiet", MODEL))
         router.wait_connected("quiet")
-        # Warm up, as the first batches take slower paths through the router.
         sample(router, quiet, 20, 1)
-        flooder = None
-        before_seq = 0
-        began_s = time.perf_counter()
+        before_seq, began_s, flooded = 0, time.perf_counter(), 0.0
         if blocks is not None:
-            command = [sys.executable, str(FLOODER), str(blocks)]
-            flooder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            assert flooder.stdin is not None
-            assert flooder.stdout is not None
-            endpoint = f"tcp://127.0.0.1:{int(flooder.stdout.readline())}"
+            port, flooder = stack.enter_context(flood(blocks))
+            endpoint = f"tcp://127.0.0.1:{port}"
             noisy = {"worker_id": "noisy", "model": NOISY, "endpoint": endpoint, "patch_endpoint": "off"}
             router.request("POST", "/register", noisy)
             router.wait_connected("noisy")
-            flooder.stdin.write(b"go\n")
-            flooder.stdin.flush()
+            begin(flooder)
             time.sleep(WARM_UP_S)
             before_seq, began_s = router.worker("noisy")["seq"] or 0, time.perf_counter()
-        try:
-            lags, questions = sample(router, quiet, rounds, 1_000)
-            flooded = 0.0
-            if flooder is not None:
-                flooded = ((router.worker("noisy")["seq"] or 0) - before_seq) / (time.perf_counter() - began_s)
-            rss = rss_bytes(router.pid)
-        finally:
-            if flooder is not None:
-                flooder.kill()
-                flooder.wait()
-            quiet.close()
+        lags, questions = sample(router, quiet, rounds, 1_000)
+        if blocks is not None:
+            flooded = ((router.worker("noisy")["seq"] or 0) - before_seq) / (time.perf_counter() - began_s)
+        rss = rss_bytes(router.pid)
     return {"blocks": blocks, "lags_s": lags, "questions_s": questions, "flood_batches_s": flooded, "rss_bytes": rss}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, result=True)
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     results = []
     print("| neighbour | its batches/s | lag p50 | lag p99 | /query p50 | /query p99 | router's memory |")
     print("|---|---|---|---|---|---|---|")
     with zmq.Context[zmq.Socket[bytes]]() as context:
         for blocks in FLOODS:
-            with tempfile.TemporaryDirectory() as folder:
-                measured = measure(blocks, arguments.rounds, context, Path(folder))
+            with scratch() as folder:
+                measured = measure(blocks, arguments.rounds, context, folder)
             results.append(measured)
             lags, questions = measured["lags_s"], measured["questions_s"]
             name = "none" if blocks is None else f"floods, {blocks} block(s) a batch"
             cells = [name, f"{measured['flood_batches_s']:,.0f}"]
             cells += [
-                f"{percentile_ms(samples, share):.1f} ms" for samples in (lags, questions) for share in (0.5, 0.99)
+                f"{1000 * percentile(samples, share):.1f} ms" for samples in (lags, questions) for share in (0.5, 0.99)
             ]
             print("| " + " | ".join([*cells, f"{measured['rss_bytes'] >> 20} MB"]) + " |", flush=True)
     if arguments.json is not None:

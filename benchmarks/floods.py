@@ -6,7 +6,6 @@ Measured are the router's memory, its descriptors and the latency of questions, 
 
 from __future__ import annotations
 
-import argparse
 import socket
 import tempfile
 import time
@@ -14,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.support.flooding import flooding
+from benchmarks.report import parser_of
+from tests.support.flooding import begin, flooding
 from tests.support.router_process import RouterProcess
 from tests.support.zmtp_flooder import MODES
 
@@ -74,9 +74,7 @@ def flood_clients(router: RouterProcess, seconds: float) -> None:
     with flooding("flooder.py", str(BATCH_BLOCKS)) as (port, flooder):
         register(router, endpoint=f"tcp://127.0.0.1:{port}")
         time.sleep(0.5)
-        assert flooder.stdin is not None
-        flooder.stdin.write(b"go\n")
-        flooder.stdin.flush()
+        begin(flooder)
         print("  before ", Look(router, 2.0), flush=True)
         clients = idle_clients(router, CLIENTS)
         print("  during ", Look(router, seconds), flush=True)
@@ -102,7 +100,7 @@ def flood_source(router: RouterProcess, mode: str, socket_type: str, seconds: fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--only", help="one flood: events, or a mode of the source such as PUB:large_frames")
     arguments = parser.parse_args()

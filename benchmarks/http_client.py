@@ -34,13 +34,17 @@ class HttpClient:
         return head.encode() + content
 
     def send(self, request: bytes) -> tuple[int, bytes]:
-        """Send a request and return the status and the body of its answer."""
+        """Send a request and return the status and the body of its answer; a chunked body is returned as it came."""
         self._socket.sendall(request)
         data = self._socket.recv(65_536)
         while (split := data.find(b"\r\n\r\n")) < 0:
             data += self._more()
         head = data[:split].lower()
         at = head.find(b"content-length: ")
+        if b"transfer-encoding: chunked" in head:
+            while not data.endswith(b"0\r\n\r\n"):
+                data += self._more()
+            return int(head[9:12]), data[split + 4 :]
         if at < 0:
             raise ValueError(f"no content-length in the answer: {head!r}")
         end = head.find(b"\r", at)

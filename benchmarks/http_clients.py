@@ -7,9 +7,7 @@ with a small answer. httpx is included because OpenAI's client uses it. See docs
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -18,9 +16,9 @@ import aiohttp
 import httpx
 import uvloop
 
-from benchmarks.http_client import HttpClient
+from benchmarks.processes import serving
 from benchmarks.proxy_overhead import Prompts
-from benchmarks.report import machine, markdown
+from benchmarks.report import machine, markdown, parser_of, scratch
 from kvrouter.router.base.common.direct_task import directly
 from kvrouter.router.model.upstream.origin import target_of
 from kvrouter.router.model.upstream.pool import Pool
@@ -77,29 +75,20 @@ CLIENTS: dict[str, Callable[[str, bytes, int], Awaitable[None]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--count", type=int, default=4_000, help="exchanges a round")
     count = parser.parse_args().count
     body = Prompts("ids", 256).body()
     port = free_port()
-    stub = subprocess.Popen([sys.executable, "-m", "benchmarks.proxy_stub", str(port)])
-    try:
-        while True:
-            try:
-                HttpClient(port).close()
-                break
-            except OSError:
-                time.sleep(0.05)
-        rounds: dict[str, list[float]] = {name: [] for name in CLIENTS}
+    rounds: dict[str, list[float]] = {name: [] for name in CLIENTS}
+    command = [sys.executable, "-m", "benchmarks.proxy_stub", str(port)]
+    with scratch() as folder, serving(command, port, folder / "stub.log"):
         for _ in range(3):
             for name, client in CLIENTS.items():
                 before = time.process_time()
                 with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                     runner.run(client(f"http://127.0.0.1:{port}", body, count))  # type: ignore[arg-type]
                 rounds[name].append((time.process_time() - before) / count * 1e6)
-    finally:
-        stub.terminate()
-        stub.wait()
     lines = [["client", "us of CPU an exchange, three rounds"]]
     lines += [[name, ", ".join(f"{round_us:.0f}" for round_us in taken)] for name, taken in rounds.items()]
     print(markdown(lines))

@@ -25,7 +25,7 @@ import uvloop
 
 from benchmarks.http_client import HttpClient
 from benchmarks.processes import cpu_s
-from benchmarks.report import machine, markdown
+from benchmarks.report import machine, markdown, parser_of
 from kvrouter.router.base.common.shutdown import Shutdown
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.model.config.settings import Config
@@ -181,7 +181,7 @@ def measure(rounds: int, requests: int, folder: Path) -> list[list[str]]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--requests", type=int, default=5_000)
     parser.add_argument("--serve", help=argparse.SUPPRESS)

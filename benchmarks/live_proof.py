@@ -20,7 +20,6 @@ live.
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import http.client
 import json
@@ -37,6 +36,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import parser_of, percentile
 from tests.support.churn import BLOCK, HASHES, Churn
 from tests.support.fleet import MODEL, register, rows, wait_live, wait_shared
 from tests.support.router_process import RouterProcess
@@ -54,10 +54,6 @@ PATIENCE_S = 120.0
 OUTAGE_S = 4.0
 OPTIONS = ("--appendonly", "yes")
 RESULTS = Path(__file__).parent / "results"
-
-
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, round(share * (len(values) - 1)))] if values else float("nan")
 
 
 class Tally:
@@ -389,12 +385,11 @@ WORLDS: dict[str, Callable[[Path, ExitStack, int, float], Any]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, result=True)
     parser.add_argument("--world", choices=WORLDS, required=True)
     parser.add_argument("--cycles", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--replay-pause-ms", type=float, default=0.0, help="before each batch of a replay")
-    parser.add_argument("--json", type=Path, help="also write the result there")
     arguments = parser.parse_args()
     # With this switch, routers are forked from a process that has already imported all modules.
     os.environ.setdefault("KVROUTER_TEST_PRELOAD", "1")

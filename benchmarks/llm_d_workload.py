@@ -11,9 +11,10 @@ has one rate. The format is Mooncake's, with ids of 16 tokens, which divide both
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
+
+from benchmarks.report import parser_of
 
 GROUPS, PROMPTS = 150, 5
 SHARED_TOKENS, OWN_TOKENS, OUTPUT_TOKENS = 6_000, 1_200, 1_000
@@ -21,7 +22,7 @@ PIECE_TOKENS = 16
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rate", type=float, default=20.0, help="requests/s")
     parser.add_argument("--rounds", type=int, default=1, help="how often each prompt comes")
     parser.add_argument("--seed", type=int, default=1)

@@ -11,39 +11,29 @@ table also has the time that the placing itself took.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
-import json
 import multiprocessing
 import random
 import statistics
-import sys
-import tempfile
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import numpy as np
 
-from benchmarks.report import machine
-from kvrouter.contract.tiers import all_on_gpu
-from kvrouter.router.base.common.ids import WorkerKey
+from benchmarks.report import parser_of, print_setting, scratch
 from kvrouter.router.base.redis_client.servers import Servers
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.index.matching.cache_writes import ModelWrites
-from kvrouter.router.index.matching.question import Hit, Question
+from kvrouter.router.index.matching.question import Question
 from kvrouter.router.model.config.settings import Config
-from kvrouter.router.model.kvcache.resume_rule import ResumeRule
 from kvrouter.router.route.load.load_sync import LoadSync
 from kvrouter.router.route.load.load_table import LoadTable
 from kvrouter.router.route.load.worker_load import LoadModel
-from kvrouter.router.route.placement.cost import NO_WRITES
 from kvrouter.router.route.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.route.placement.placement_request import PlacementRequest
 from kvrouter.router.route.placement.placer import Placer
+from tests.support.placing_stage import Fleet, hit
 from tests.support.store_server import StoreServer
 
 WORKERS = 8
@@ -52,39 +42,6 @@ BLOCK_TOKENS = 16
 # The longest wait until both processes know each other, and the wait for the last message.
 MEET_S = 30.0
 SETTLE_S = 1.0
-
-
-class Fleet:
-    """A fleet of workers that hold no blocks."""
-
-    def __init__(self) -> None:
-        self.keys = [WorkerKey("m", f"w{number}") for number in range(WORKERS)]
-        self._hits = [Hit(key, all_on_gpu(0), "live") for key in self.keys]
-
-    async def hash_ahead(self, question: Question) -> None:
-        pass
-
-    def hits(self, question: Question) -> Sequence[Hit]:
-        return self._hits
-
-    def url(self, worker: WorkerKey) -> str | None:
-        return None
-
-    def sent(self, question: Question, worker: WorkerKey) -> None: ...
-
-    def writes(self, model: str) -> ModelWrites:
-        return NO_WRITES
-
-    def take_pool_sizes(self) -> None: ...
-
-    def hash_block_size(self, model: str) -> int:
-        return BLOCK_TOKENS
-
-    def resume_rule(self, worker: WorkerKey) -> ResumeRule | None:
-        return ResumeRule(BLOCK_TOKENS, None)
-
-    def workers(self) -> list[WorkerKey]:
-        return self.keys
 
 
 async def hear(url: str, pipe: Connection) -> None:
@@ -121,8 +78,9 @@ def hear_process(url: str, pipe: Connection) -> None:
 async def place(url: str, placements: int, per_second: float) -> tuple[list[float], list[float]]:
     """Return when each prompt was placed, and how long the placing took, in seconds."""
     servers, rng, ids = await Servers.open(url), random.Random(1), itertools.count()
+    fleet = Fleet([hit(f"w{number}") for number in range(WORKERS)])
     placer = Placer(
-        Fleet(), config=Config(), metrics=PlacementMetrics(MetricRegistry()), clock=time.monotonic, rng=rng,
+        fleet, config=Config(), metrics=PlacementMetrics(MetricRegistry()), clock=time.monotonic, rng=rng,
         new_id=lambda: str(next(ids)), servers=servers, process="a",
     )  # fmt: skip
     placer.start()
@@ -146,14 +104,14 @@ async def place(url: str, placements: int, per_second: float) -> tuple[list[floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--placements", type=int, default=1_000)
     parser.add_argument("--per-second", type=float, default=100.0)
     arguments = parser.parse_args()
-    print(f"{' '.join(['python', *sys.argv])}\n{json.dumps(machine())}")
+    print_setting()
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    with tempfile.TemporaryDirectory() as folder, StoreServer(Path(folder)) as server:
+    with scratch() as folder, StoreServer(folder) as server:
         other = context.Process(target=hear_process, args=(server.url, theirs))
         other.start()
         placed_s, took_s = asyncio.run(place(server.url, arguments.placements, arguments.per_second))

@@ -9,8 +9,6 @@ whole prompt, or only its first half.
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +19,7 @@ import numpy as np
 
 from benchmarks.http_client import HttpClient
 from benchmarks.processes import Ours, Publisher
-from benchmarks.report import Others, machine, markdown, progress
+from benchmarks.report import Others, machine, markdown, parser_of, percentile, progress, scratch
 from benchmarks.workload import BLOCK_TOKENS, MODEL, VOCABULARY, Chain, Frame, stored, write_frames
 from kvrouter.events.vllm.codec import encode_batch
 from kvrouter.router.model.kvcache.block_hash import HashScheme, hash_chain
@@ -42,11 +40,11 @@ def times(port: int, request: bytes, going: Callable[[], bool]) -> list[float]:
         if status != 200:
             raise RuntimeError(f"{status}: {answer[:300]!r}")
     client.close()
-    return sorted(taken)
+    return taken
 
 
 def row(name: str, found: list[float]) -> list[str]:
-    shares = [found[min(len(found) - 1, int(len(found) * share))] * 1e3 for share in (0.5, 0.99, 1.0)]
+    shares = [percentile(found, share) * 1e3 for share in (0.5, 0.99, 1.0)]
     return [name, f"{len(found):,}", *(f"{ms:.2f}" for ms in shares)]
 
 
@@ -107,13 +105,13 @@ def _held(client: HttpClient, request: bytes, num_tokens: int) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=1 << 20, help="of the long prompt")
     parser.add_argument("--seconds", type=float, default=5.0, help="for each row")
     arguments = parser.parse_args()
     about, others = machine(), Others()
-    with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as folder:
-        rows = measure(Path(folder), arguments.tokens, arguments.seconds)
+    with scratch() as folder:
+        rows = measure(folder, arguments.tokens, arguments.seconds)
     print(markdown([["question", "answers", "p50, ms", "p99, ms", "max, ms"], *rows]))
     print(f"- {others.note()}")
     print("- " + "; ".join(f"{name}: {value}" for name, value in about.items()))

@@ -6,12 +6,10 @@ The clients read in a process of their own on the same machine.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.processes import Ours, Publisher, child, cpu_s
-from benchmarks.report import Others, Result, Row, machine, progress, save, table
+from benchmarks.report import Others, Result, Row, finish, machine, parser_of, progress, scratch, table
 from benchmarks.workload import Publishing, Workload, write_frames
 
 WORKERS = 16
@@ -79,19 +77,15 @@ def measure(count: int, query: str, seconds: float, folder: Path) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, result=True)
     parser.add_argument("--seconds", type=float, default=8.0)
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
     arguments = parser.parse_args()
     about, others, rows = machine(), Others(), []
     for count, query in ((0, ""), (1, ""), (100, ""), (10, "?hashes=true")):
-        with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as folder:
-            rows += measure(count, query, arguments.seconds, Path(folder))
+        with scratch() as folder:
+            rows += measure(count, query, arguments.seconds, folder)
     notes = [others.note()]
-    save(Result("many_watchers", False, about, rows, notes), arguments.json)
-    print(table(rows))
-    for note in notes:
-        print(f"- {note}")
+    finish(Result("many_watchers", False, about, rows, notes), arguments.json, table(rows))
 
 
 if __name__ == "__main__":

@@ -9,22 +9,20 @@ every second.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.http_client import HttpClient
 from benchmarks.processes import Ours, Publisher, child, cpu_s, rss_bytes
-from benchmarks.report import Others, Result, Row, machine, progress, save, table
+from benchmarks.report import Others, Result, Row, finish, machine, parser_of, progress, scratch, table
 from benchmarks.workload import (
     BLOCK_TOKENS,
     CHAIN_BLOCKS,
@@ -51,21 +49,30 @@ OWN_PROMPTS = 259
 REMOVAL_S = 3.0
 
 
+STEP_BLOCKS = BLOCKS_PER_EVENT * EVENTS_PER_BATCH[BLOCKS_PER_EVENT]
+
+
+def payloads(chain: Chain) -> Iterator[bytes]:
+    """Yield the batches that store a chain."""
+    for batch_first in range(0, CHAIN_BLOCKS, STEP_BLOCKS):
+        firsts = range(batch_first, batch_first + STEP_BLOCKS, BLOCKS_PER_EVENT)
+        yield encode_batch(1.7e9, [stored(chain, first, first + BLOCKS_PER_EVENT) for first in firsts], 0)
+
+
 def frames(chain: Chain, workers: int) -> Iterator[Frame]:
-    step = BLOCKS_PER_EVENT * EVENTS_PER_BATCH[BLOCKS_PER_EVENT]
-    payloads = [
-        encode_batch(
-            1.7e9,
-            [
-                stored(chain, first, first + BLOCKS_PER_EVENT)
-                for first in range(batch_first, batch_first + step, BLOCKS_PER_EVENT)
-            ],
-            0,
-        )
-        for batch_first in range(0, CHAIN_BLOCKS, step)
-    ]
-    for seq, payload in enumerate(payloads):
-        yield from (Frame(worker, seq, step, payload) for worker in range(workers))
+    for seq, payload in enumerate(payloads(chain)):
+        yield from (Frame(worker, seq, STEP_BLOCKS, payload) for worker in range(workers))
+
+
+def register(client: HttpClient, endpoints: Sequence[str], urls: Sequence[str] = ()) -> None:
+    for worker, endpoint in enumerate(endpoints):
+        body = {"worker_id": f"w{worker}", "model": MODEL, "endpoint": endpoint, "block_size": BLOCK_TOKENS}
+        client.call("POST", "/register", body | ({"url": urls[worker]} if urls else {}))
+
+
+def question_of(client: HttpClient, chain: Chain) -> bytes:
+    values = chain.hashes.view(np.int64).tolist()
+    return client.request("POST", "/query_by_hash", {"model_name": MODEL, "block_hashes": values})
 
 
 @contextlib.contextmanager
@@ -101,11 +108,7 @@ def measure(count: int, folder: Path, *, urls: bool) -> list[Row]:
         client = router.client
         progress(f"{count} workers: registering")
         cpu, start = cpu_s(router.pid), time.monotonic()
-        for worker, endpoint in enumerate(publisher.endpoints):
-            body = {"worker_id": f"w{worker}", "model": MODEL, "endpoint": endpoint, "block_size": BLOCK_TOKENS}
-            if urls:
-                body["url"] = addresses[worker]
-            client.call("POST", "/register", body)
+        register(client, publisher.endpoints, addresses)
         took_s, took_cpu_s = time.monotonic() - start, cpu_s(router.pid) - cpu
         publisher.wait()
         publisher.send(batches)
@@ -116,8 +119,7 @@ def measure(count: int, folder: Path, *, urls: bool) -> list[Row]:
         time.sleep(IDLE_S)
         idle = (cpu_s(router.pid) - cpu) / (time.monotonic() - start)
         progress(f"{count} workers: questions")
-        values = chain.hashes.view(np.int64).tolist()
-        question = client.request("POST", "/query_by_hash", {"model_name": MODEL, "block_hashes": values})
+        question = question_of(client, chain)
         times = []
         cpu = cpu_s(router.pid)
         for _ in range(QUESTIONS):
@@ -144,18 +146,12 @@ def measure(count: int, folder: Path, *, urls: bool) -> list[Row]:
 
 def removal_frames(chains: list[Chain]) -> Iterator[Frame]:
     """Yield the first prompt for each of the workers that stay, and all prompts for the last worker."""
-    step = BLOCKS_PER_EVENT * EVENTS_PER_BATCH[BLOCKS_PER_EVENT]
     seq = 0
     for chain in chains:
-        for batch_first in range(0, CHAIN_BLOCKS, step):
-            events = [
-                stored(chain, first, first + BLOCKS_PER_EVENT)
-                for first in range(batch_first, batch_first + step, BLOCKS_PER_EVENT)
-            ]
-            payload = encode_batch(1.7e9, events, 0)
+        for payload in payloads(chain):
             if chain is chains[0]:
-                yield from (Frame(worker, seq, step, payload) for worker in range(BESIDE))
-            yield Frame(BESIDE, seq, step, payload)
+                yield from (Frame(worker, seq, STEP_BLOCKS, payload) for worker in range(BESIDE))
+            yield Frame(BESIDE, seq, STEP_BLOCKS, payload)
             seq += 1
 
 
@@ -167,15 +163,12 @@ def measure_removal(folder: Path) -> list[Row]:
     blocks = len(np.unique(np.concatenate([chain.hashes for chain in chains])))
     with Publisher.run(path, BESIDE + 1) as publisher, Ours.run(folder) as router:
         client, remover = router.client, HttpClient(router.port)
-        for worker, endpoint in enumerate(publisher.endpoints):
-            body = {"worker_id": f"w{worker}", "model": MODEL, "endpoint": endpoint, "block_size": BLOCK_TOKENS}
-            client.call("POST", "/register", body)
+        register(client, publisher.endpoints)
         publisher.wait()
         publisher.send(batches)
         wait(client, 1, blocks)
         time.sleep(SETTLE_S)
-        values = chains[0].hashes.view(np.int64).tolist()
-        question = client.request("POST", "/query_by_hash", {"model_name": MODEL, "block_hashes": values})
+        question = question_of(client, chains[0])
 
         def longest_ms() -> float:
             longest, end = 0.0, time.monotonic() + REMOVAL_S
@@ -210,24 +203,20 @@ def measure_removal(folder: Path) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, result=True)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 250, 1_000], help="sizes of the fleet")
     parser.add_argument("--urls", action="store_true", help="engines with HTTP, whose health is checked")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
     arguments = parser.parse_args()
     about, others, rows = machine(), Others(), []
     for count in arguments.workers:
         # /tmp instead of the system's temporary folder, as the path of the private store's socket must stay short.
-        with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as folder:
-            rows += measure(count, Path(folder), urls=arguments.urls)
-    with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as folder:
+        with scratch() as folder:
+            rows += measure(count, folder, urls=arguments.urls)
+    with scratch() as folder:
         progress("removal")
-        rows += measure_removal(Path(folder))
+        rows += measure_removal(folder)
     notes = [others.note()]
-    save(Result("many_workers", False, about, rows, notes), arguments.json)
-    print(table(rows))
-    for note in notes:
-        print(f"- {note}")
+    finish(Result("many_workers", False, about, rows, notes), arguments.json, table(rows))
 
 
 if __name__ == "__main__":

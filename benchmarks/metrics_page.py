@@ -9,12 +9,11 @@ Measured are the page's size, its time, the longest time for which it holds up t
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import time
 
-from benchmarks.report import machine
+from benchmarks.report import machine, parser_of
 from kvrouter.contract.tiers import MEDIA
 from kvrouter.router.app.server.router_metrics import RouterMetrics
 from kvrouter.router.base.common.ids import WorkerKey
@@ -63,7 +62,7 @@ async def measured(registry: MetricRegistry, rounds: int) -> tuple[float, float,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--workers", type=int, default=1_000)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()

@@ -11,49 +11,21 @@ blocks and slots was written to before; it is much more than the processor's cac
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from benchmarks import engine_venv
-from benchmarks.report import Others, Result, machine, markdown, number, progress, quartiles, save
+from benchmarks.offload_speeds import Line, line, run_copies
 
 if TYPE_CHECKING:
     from kvrouter.engine_patch.offload.memory.slot_layout import Plan
 
 PAGE_BYTES = (4 * 2**10, 32 * 2**10, 256 * 2**10)
-BLOCKS_PER_CHUNK = (1, 4)
 
-# The bytes of one transfer: about four requests of 8,192 tokens, and several times what a processor's caches hold.
-TRANSFER_BYTES = 256 * 2**20
-QUICK_TRANSFER_BYTES = 16 * 2**20
 # There are this many times as many blocks and slots as a transfer picks, so that its picks are scattered.
 SPREAD = 2
-ROUNDS = 15
-QUICK_ROUNDS = 3
 SEED = 20261
-
-
-class Line(msgspec.Struct):
-    """One direction of one size. Speeds are medians, in GB/s of bytes copied."""
-
-    direction: str
-    page_bytes: int
-    blocks_per_chunk: int
-    ours: float
-    # Torch's contiguous copy, with all threads and with one.
-    one_piece: float
-    one_thread: float
-    # The ratios of `ours` to `one_piece` and to `one_thread`, round by round: (lower quartile, median, upper quartile).
-    ratio: tuple[float, float, float]
-    ratio_one_thread: tuple[float, float, float]
-    rounds: dict[str, list[float]]
 
 
 def gigabytes_per_s(copy: Callable[[], object], size: int) -> float:
@@ -104,68 +76,18 @@ def measure(page_bytes: int, blocks_per_chunk: int, size: int, rounds: int) -> l
                 speeds[name].append(value)
     del copier, slots
     region.close()
-    return [line(direction, page_bytes, blocks_per_chunk, speeds) for direction in ("store", "load")]
-
-
-def line(direction: str, page_bytes: int, blocks_per_chunk: int, found: dict[str, list[float]]) -> Line:
-    ours, one_piece, one_thread = found[direction], found["one piece"], found["one thread"]
-    return Line(
-        direction,
-        page_bytes,
-        blocks_per_chunk,
-        statistics.median(ours),
-        statistics.median(one_piece),
-        statistics.median(one_thread),
-        quartiles(ours, one_piece),
-        quartiles(ours, one_thread),
-        {"ours": ours, "one piece": one_piece, "one thread": one_thread},
-    )
-
-
-def table(rows: Sequence[Line]) -> str:
-    lines: list[tuple[str, ...]] = [
-        ("copy", "page", "k", "tier", "one piece", "one thread", "ratio", "quartiles", "to one thread")
+    others = {side: speeds[side] for side in ("one piece", "one thread")}
+    return [
+        line(direction, page_bytes, {"tier": speeds[direction]} | others, blocks_per_chunk)
+        for direction in ("store", "load")
     ]
-    for row in rows:
-        lines.append(
-            (
-                row.direction,
-                f"{row.page_bytes // 2**10} KiB",
-                str(row.blocks_per_chunk),
-                *(f"{number(value)} GB/s" for value in (row.ours, row.one_piece, row.one_thread)),
-                f"{row.ratio[1]:.2f}",
-                f"{row.ratio[0]:.2f} to {row.ratio[2]:.2f}",
-                f"{row.ratio_one_thread[1]:.2f}",
-            )
-        )
-    return markdown(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small and short: shows that it works, not how fast it is")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result, with all rounds, to FILE")
-    arguments = parser.parse_args()
-    engine_venv.enter()
+def software() -> str:
     import torch
 
-    size = QUICK_TRANSFER_BYTES if arguments.quick else TRANSFER_BYTES
-    rounds = QUICK_ROUNDS if arguments.quick else ROUNDS
-    result: Result[Line] = Result("offload_copy", arguments.quick, machine(), [], [])
-    others = Others()
-    for page_bytes in PAGE_BYTES:
-        for blocks_per_chunk in BLOCKS_PER_CHUNK:
-            progress(f"offload_copy: pages of {page_bytes} bytes, {blocks_per_chunk} blocks a chunk")
-            result.rows += measure(page_bytes, blocks_per_chunk, size, rounds)
-    result.notes += [
-        f"{rounds} rounds of {size // 2**20} MiB a copy; torch {torch.__version__}, {torch.get_num_threads()} threads",
-        others.note(),
-    ]
-    save(result, arguments.json)
-    print(table(result.rows))
-    for note in result.notes:
-        print(f"- {note}")
+    return f"torch {torch.__version__}, {torch.get_num_threads()} threads"
 
 
 if __name__ == "__main__":
-    main()
+    run_copies("offload_copy", __doc__, PAGE_BYTES, measure, software)

@@ -15,7 +15,6 @@ the rounds, and median and quartiles of the ratios of each round.
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import os
 import random
@@ -27,9 +26,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
-
-from benchmarks.report import Others, Result, machine, markdown, number, progress, quartiles, save
+from benchmarks.offload_speeds import Line, line, shown_ratios, shown_speeds
+from benchmarks.report import Others, Result, finish, machine, markdown, parser_of, progress
 from kvrouter.engine_patch.offload.disk.format.identity import DiskIdentity, GroupIdentity
 from kvrouter.engine_patch.offload.disk.tier import DEFAULT_THREADS, DiskTier
 from kvrouter.engine_patch.offload.key import OffloadKey, pack
@@ -44,22 +42,8 @@ SLOTS_BYTES = 64 * 2**20
 # The pause of the tier's caller when no operation has finished; an engine's step takes longer.
 PAUSE_S = 0.0002
 SEED = 20262
+SIDES = ("ours", "one", "many")
 CASES = ("new", "synced", "in place", "warm", "cold")
-
-
-class Line(msgspec.Struct):
-    """One case of one size, in GB/s, medians."""
-
-    case: str
-    record_bytes: int
-    ours: float
-    # Plain I/O of one thread, and of as many threads as the tier has.
-    one: float
-    many: float
-    # The ratios of `ours` to `one` and to `many`, round by round: (lower quartile, median, upper quartile).
-    ratio_one: tuple[float, float, float]
-    ratio_many: tuple[float, float, float]
-    rounds: dict[str, list[float]]
 
 
 class Memory:
@@ -200,7 +184,7 @@ def one_round(
     ours = OurSide(folder, memory, record_bytes, count)
     sides: list[OurSide | PlainSide] = [ours]
     sides += [PlainSide(folder, memory, record_bytes, count, threads) for threads in (1, DEFAULT_THREADS)]
-    named = dict(zip(("ours", "one", "many"), sides, strict=True))
+    named = dict(zip(SIDES, sides, strict=True))
     names = list(named)
     # Each side goes first equally often.
     names = names[turn % len(names) :] + names[: turn % len(names)]
@@ -239,21 +223,8 @@ def measure(folder: Path, record_bytes: int, total: int, rounds: int) -> tuple[l
             caller.append(caller_us)
             for case_and_side, value in seconds.items():
                 speeds.setdefault(case_and_side, []).append(total / value / 1e9)
-    return [line(case, record_bytes, speeds) for case in CASES], statistics.median(caller)
-
-
-def line(case: str, record_bytes: int, found: dict[tuple[str, str], list[float]]) -> Line:
-    ours, one, many = (found[case, name] for name in ("ours", "one", "many"))
-    return Line(
-        case,
-        record_bytes,
-        statistics.median(ours),
-        statistics.median(one),
-        statistics.median(many),
-        quartiles(ours, one),
-        quartiles(ours, many),
-        {"ours": ours, "one": one, "many": many},
-    )
+    lines = [line(case, record_bytes, {side: speeds[case, side] for side in SIDES}) for case in CASES]
+    return lines, statistics.median(caller)
 
 
 def table(rows: Sequence[Line]) -> str:
@@ -262,23 +233,13 @@ def table(rows: Sequence[Line]) -> str:
         ("case", "record", "tier", "plain, 1 thread", many, "ratio to 1", "quartiles", "ratio to all", "quartiles")
     ]
     for row in rows:
-        ratios = [(f"{mid:.2f}", f"{low:.2f} to {high:.2f}") for low, mid, high in (row.ratio_one, row.ratio_many)]
-        lines.append(
-            (
-                {"warm": "read, warm", "cold": "read, cold"}.get(row.case, f"write, {row.case}"),
-                f"{row.record_bytes // 2**10} KiB",
-                *(f"{number(value)} GB/s" for value in (row.ours, row.one, row.many)),
-                *ratios[0],
-                *ratios[1],
-            )
-        )
+        case = {"warm": "read, warm", "cold": "read, cold"}.get(row.case, f"write, {row.case}")
+        lines.append((case, f"{row.size_bytes // 2**10} KiB", *shown_speeds(row), *shown_ratios(row)))
     return markdown(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small and short: shows that it works, not how fast it is")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result, with all rounds, to FILE")
+    parser = parser_of(__doc__, quick=True, result=True)
     parser.add_argument(
         "--folder",
         type=Path,
@@ -304,10 +265,7 @@ def main() -> None:
         f"{rounds} rounds of {total // 2**20} MiB; {DEFAULT_THREADS} threads; file system {file_system(folder)}",
         others.note(),
     ]
-    save(result, arguments.json)
-    print(table(result.rows))
-    for note in result.notes:
-        print(f"- {note}")
+    finish(result, arguments.json, table(result.rows))
 
 
 def file_system(folder: Path) -> str:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from benchmarks.report import Result, Row, machine, progress, save
+from benchmarks.report import Result, Row, finish, machine, parser_of, progress
 from kvrouter.engine_patch.offload.key import OffloadKey, pack
 from kvrouter.engine_patch.offload.tiers.cpu_tier import ChunkState, CpuTier
 from kvrouter.engine_patch.offload.tiers.policy import PolicyError, make_policy
@@ -144,10 +144,8 @@ def measure(
 
 
 def read_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, quick=True, result=True)
     parser.add_argument("traces", type=Path, help=f"a trace, or a folder of {PATTERN}")
-    parser.add_argument("--quick", action="store_true", help="few requests and capacities: shows that it works")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
     parser.add_argument("--capacity", type=int, nargs="+", metavar="CHUNKS", help="sizes of the tier, in chunks")
     parser.add_argument(
         "--policy",
@@ -175,10 +173,7 @@ def main() -> None:
     traces = [read_trace(path, QUICK_REQUESTS if arguments.quick else None) for path in paths]
     capacities = arguments.capacity or (QUICK_CAPACITIES if arguments.quick else CAPACITIES)
     rows, notes, shown = measure(traces, capacities, arguments.policy)
-    save(Result(NAME, arguments.quick, about, rows, notes), arguments.json)
-    print(shown)
-    for note in notes:
-        print(f"- {note}")
+    finish(Result(NAME, arguments.quick, about, rows, notes), arguments.json, shown)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ and builds when it is missing.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 from random import Random
@@ -17,7 +16,7 @@ from typing import Any
 
 from benchmarks import engine_venv
 from benchmarks.patch_comparison import Comparison, compared, table
-from benchmarks.report import Others, Result, machine, progress, save
+from benchmarks.report import Others, Result, finish, machine, parser_of, progress
 
 CASE = "cpu 3-way, placeholder, 1 a chunk"
 CHUNKS = 100_000
@@ -51,9 +50,7 @@ def fill(manager: Any, chunks: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small and short: shows that it works, not how much it is")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result, with all blocks, to FILE")
+    parser = parser_of(__doc__, quick=True, result=True)
     parser.add_argument("--chunks", type=int, default=CHUNKS, help="in the full tiers (default: %(default)s)")
     arguments = parser.parse_args()
     engine_venv.enter()
@@ -99,10 +96,7 @@ def main() -> None:
         rows.append(compared(f"{what}: step", "us", [a.wall_us for a, _ in pairs], [b.wall_us for _, b in pairs]))
         rows.append(compared("the same, CPU", "us", [a.cpu_us for a, _ in pairs], [b.cpu_us for _, b in pairs]))
     result = Result("offload_step", arguments.quick, machine(), rows, [others.note()])
-    print(table(rows))
-    for note in result.notes:
-        print(f"- {note}")
-    save(result, arguments.json)
+    finish(result, arguments.json, table(rows))
 
 
 if __name__ == "__main__":

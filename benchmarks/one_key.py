@@ -12,10 +12,10 @@ machine does not matter.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Iterable
 
+from benchmarks.report import parser_of
 from kvrouter.replay.fleet.fleet_shape import FleetShape, ReplicaShape, geometry_of
 from kvrouter.replay.policies.names import NAMES
 from kvrouter.router.route.load import key_shares
@@ -47,7 +47,7 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--prompts", type=int, default=10_000)
     parser.add_argument("--price", type=float, default=key_shares.EXCESS_PRICE, help="of a fair part too much")
     parser.add_argument("--policy", action="append", choices=NAMES, help="may be given several times; kv by default")

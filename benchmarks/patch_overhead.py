@@ -10,21 +10,18 @@ blocks. The script runs in the venv of the engine tests, which it enters by itse
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 
 from benchmarks import engine_venv
 from benchmarks.patch_comparison import Comparison, table
-from benchmarks.report import Others, Result, machine, progress, save
+from benchmarks.report import Others, Result, finish, machine, parser_of, progress, save
 
 PARTS = ("scheduler", "memory", "stuck", "full", "snapshots", "real")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small and short: shows that it works, not how much it is")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result, with all blocks, to FILE")
+    parser = parser_of(__doc__, quick=True, result=True)
     parser.add_argument("--only", choices=PARTS, action="append", help="this part; may be repeated")
     arguments = parser.parse_args()
     engine_venv.enter()
@@ -45,10 +42,7 @@ def main() -> None:
             # Save after each part, so that an interrupted run leaves a result.
             save(result, arguments.json)
     result.notes.append(others.note())
-    save(result, arguments.json)
-    print(table(result.rows))
-    for note in result.notes:
-        print(f"- {note}")
+    finish(result, arguments.json, table(result.rows))
 
 
 if __name__ == "__main__":

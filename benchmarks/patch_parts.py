@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from vllm.distributed.kv_events import KVEventBatch
 
+from benchmarks import report
 from benchmarks.patch_comparison import Comparison, compared
 from benchmarks.patch_engines import Engine, Steps, alone, resident_bytes
 from benchmarks.patch_reader import Reader
@@ -39,13 +39,8 @@ REAL_BATCH = 100
 CONNECT_S = 0.1
 
 
-class Settings(msgspec.Struct):
-    quick: bool
-    folder: Path
+class Settings(report.Settings):
     model: Path
-
-    def pick(self, whole: int, quick: int) -> int:
-        return quick if self.quick else whole
 
 
 Found = tuple[list[Comparison], list[str]]
@@ -53,21 +48,9 @@ Sides = tuple[list[Steps], list[Steps]]
 
 
 def step_rows(what: str, without: Sequence[Steps], with_: Sequence[Steps]) -> list[Comparison]:
-    return [
-        compared(f"{what}: step", "us", [steps.wall_us for steps in without], [steps.wall_us for steps in with_]),
-        compared(
-            "the same, CPU of the engine's thread",
-            "us",
-            [steps.cpu_us for steps in without],
-            [steps.cpu_us for steps in with_],
-        ),
-        compared(
-            "the same, slowest step in 100",
-            "us",
-            [steps.late_us for steps in without],
-            [steps.late_us for steps in with_],
-        ),
-    ]
+    names = (f"{what}: step", "the same, CPU of the engine's thread", "the same, slowest step in 100")
+    figures = zip(names, zip(*without, strict=True), zip(*with_, strict=True), strict=True)
+    return [compared(name, "us", without_us, with_us) for name, without_us, with_us in figures]
 
 
 def alternate(rounds: int, without: Callable[[], Steps], with_: Callable[[], Steps]) -> Sides:

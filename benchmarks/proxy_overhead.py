@@ -16,16 +16,15 @@ text of a chat.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import socket
 import statistics
-import tempfile
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,7 +34,7 @@ from benchmarks.peers.packages import environment
 from benchmarks.processes import cpu_s
 from benchmarks.proxy_stub import CHUNKS
 from benchmarks.proxy_ways import DIRECT, NAMES, load_now, ways
-from benchmarks.report import Others, Result, machine, markdown, progress, save
+from benchmarks.report import Others, Result, finish, machine, markdown, parser_of, percentile, progress, scratch
 from benchmarks.workload import MODEL
 
 SIZES = (256, 4_096, 32_768)
@@ -47,6 +46,8 @@ COUNTS = {256: 400, 4_096: 200, 32_768: 60}
 # Fewer for texts, as a text is tokenized each time, in tens of milliseconds for the longest.
 TEXT_COUNTS = {256: 300, 4_096: 80, 32_768: 15}
 STREAMS = 12
+# The figures of a row that are taken in every round.
+FIGURES = ("added_p50_us", "added_p99_us", "requests_per_cpu_s", "requests_per_s", "p50_64_ms", "p99_64_ms")
 SENT_NS = re.compile(rb'"sent_ns":(\d+)')
 
 
@@ -146,18 +147,29 @@ def latencies(ports: dict[str, int], prompts: Prompts, count: int, order: Sequen
                 times[name].append(taken)
     for client in clients.values():
         client.close()
-    return times
+    return {name: sorted(way_times) for name, way_times in times.items()}
 
 
-def throughput(port: int, pid: int, prompts: Prompts, seconds: float) -> tuple[float, float, float, float]:
-    """Send requests over CONNECTIONS connections at once.
+def added_us(times: Sequence[float], direct: Sequence[float]) -> tuple[float, float]:
+    """Return what is added to the times of the direct way, at the median and at the 99th percentile."""
+    median_us, late_us = ((percentile(times, share) - percentile(direct, share)) * 1e6 for share in (0.5, 0.99))
+    return median_us, late_us
 
-    Returns:
-        Requests for each second of the router's CPU; requests/s; p50 and p99 in ms.
-    """
+
+class Crowd(NamedTuple):
+    """The requests over many connections at once."""
+
+    times_s: list[float]
+    lasted_s: float
+    # The CPU that each of the processes used, in seconds.
+    used_s: list[float]
+
+
+def crowd(port: int, pids: Sequence[int | None], prompts: Prompts, connections: int, seconds: float) -> Crowd:
+    """Send requests over many connections at once."""
     # Make the requests beforehand, else the client would be measured.
-    requests = [[prompts.request(port) for _ in range(8)] for _ in range(CONNECTIONS)]
-    taken: list[list[float]] = [[] for _ in range(CONNECTIONS)]
+    requests = [[prompts.request(port) for _ in range(8)] for _ in range(connections)]
+    taken: list[list[float]] = [[] for _ in range(connections)]
     until = time.monotonic() + seconds
 
     def ask(number: int) -> None:
@@ -166,15 +178,16 @@ def throughput(port: int, pid: int, prompts: Prompts, seconds: float) -> tuple[f
             taken[number].append(timed(client, requests[number][len(taken[number]) % 8]))
         client.close()
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(CONNECTIONS)]
-    before, began = cpu_s(pid), time.monotonic()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    used, lasted = cpu_s(pid) - before, time.monotonic() - began
-    all_times = sorted(time_s for times in taken for time_s in times)
-    return len(all_times) / used, len(all_times) / lasted, at(all_times, 0.5) * 1e3, at(all_times, 0.99) * 1e3
+    before, began = [used_cpu_s(pid) for pid in pids], time.monotonic()
+    with ThreadPoolExecutor(connections) as threads:
+        list(threads.map(ask, range(connections)))
+    used = [used_cpu_s(pid) - start for pid, start in zip(pids, before, strict=True)]
+    return Crowd([time_s for times in taken for time_s in times], time.monotonic() - began, used)
+
+
+def used_cpu_s(pid: int | None) -> float:
+    """Return the CPU that a process has used; 0 where a way has no such process."""
+    return 0.0 if pid is None else cpu_s(pid)
 
 
 def streamed(port: int, request: bytes) -> tuple[float, list[float]]:
@@ -198,38 +211,46 @@ def streamed(port: int, request: bytes) -> tuple[float, list[float]]:
         return first, later
 
 
-def streams(ports: dict[str, int], pids: dict[str, int], rounds: int) -> list[StreamRow]:
+class StreamTimes(NamedTuple):
+    """The seconds to the first chunks of a way's streams, of their later chunks, and the router's CPU for a chunk."""
+
+    first_s: list[float]
+    later_s: list[float]
+    cpu_per_chunk_s: float
+
+
+def stream_times(ports: Mapping[str, int], pids: Mapping[str, int], rounds: int) -> dict[str, StreamTimes]:
+    """Measure streams through every way; the pids are those of the routers, of the ways that have one."""
     prompts = Prompts("ids", 256)
-    firsts: dict[str, list[float]] = {name: [] for name in ports}
-    lates: dict[str, list[float]] = {name: [] for name in ports}
-    used = dict.fromkeys(pids, 0.0)
+    times = {name: StreamTimes([], [], 0.0) for name in ports}
     for turn in range(rounds):
         for name in ordered(ports, turn):
-            before = cpu_s(pids[name]) if name in pids else 0.0
+            way = times[name]
+            before = used_cpu_s(pids.get(name))
             for _ in range(STREAMS):
-                first, late = streamed(ports[name], prompts.request(ports[name], stream=True))
-                firsts[name].append(first)
-                lates[name] += late
-            if name in pids:
-                used[name] += cpu_s(pids[name]) - before
-    first_direct, late_direct = at(sorted(firsts[DIRECT]), 0.5), sorted(lates[DIRECT])
+                first, later = streamed(ports[name], prompts.request(ports[name], stream=True))
+                way.first_s.append(first)
+                way.later_s.extend(later)
+            per_chunk_s = (used_cpu_s(pids.get(name)) - before) / (STREAMS * rounds * CHUNKS)
+            times[name] = way._replace(cpu_per_chunk_s=way.cpu_per_chunk_s + per_chunk_s)
+    return times
+
+
+def stream_rows(times: Mapping[str, StreamTimes]) -> list[StreamRow]:
+    direct = times[DIRECT]
     return [
         StreamRow(
             name,
-            (at(sorted(firsts[name]), 0.5) - first_direct) * 1e6,
-            (at(sorted(lates[name]), 0.5) - at(late_direct, 0.5)) * 1e6,
-            (at(sorted(lates[name]), 0.99) - at(late_direct, 0.99)) * 1e6,
-            used[name] / (STREAMS * rounds * CHUNKS) * 1e6,
+            added_us(way.first_s, direct.first_s)[0],
+            *added_us(way.later_s, direct.later_s),
+            way.cpu_per_chunk_s * 1e6,
         )
-        for name in pids
+        for name, way in times.items()
+        if name != DIRECT
     ]
 
 
-def at(ordered_values: Sequence[float], share: float) -> float:
-    return ordered_values[min(len(ordered_values) - 1, int(len(ordered_values) * share))]
-
-
-def ordered(ports: dict[str, int], turn: int) -> list[str]:
+def ordered(ports: Mapping[str, int], turn: int) -> list[str]:
     """Return the names in the order of this round, so that another one goes first in each round."""
     names = list(ports)
     return names[turn % len(names) :] + names[: turn % len(names)]
@@ -251,36 +272,27 @@ def measure(
             for tokens in SIZES:
                 counts = COUNTS if kind == "ids" else TEXT_COUNTS
                 count = max(5, counts[tokens] // 10) if quick else counts[tokens]
-                seen: dict[str, dict[str, list[float]]] = {name: {} for name in pids}
+                seen: dict[str, list[tuple[float, ...]]] = {name: [] for name in pids}
                 direct_us: list[float] = []
                 for turn in range(rounds):
                     progress(f"proxy: {tokens} tokens, {kind}, round {turn + 1}")
                     prompts, order = Prompts(kind, tokens), ordered(ports, turn)
-                    times = {
-                        name: sorted(way_times) for name, way_times in latencies(ports, prompts, count, order).items()
-                    }
-                    direct = times.pop(DIRECT)
-                    direct_us.append(at(direct, 0.5) * 1e6)
-                    for name, way_times in times.items():
-                        numbers = (
-                            (at(way_times, 0.5) - at(direct, 0.5)) * 1e6,
-                            (at(way_times, 0.99) - at(direct, 0.99)) * 1e6,
-                        )
-                        for what, number in zip(("added_p50_us", "added_p99_us"), numbers, strict=True):
-                            seen[name].setdefault(what, []).append(number)
+                    times = latencies(ports, prompts, count, order)
+                    direct_us.append(percentile(times[DIRECT], 0.5) * 1e6)
                     for name in (name for name in order if name in pids):
-                        figures = throughput(ports[name], pids[name], prompts, 0.5 if quick else 1.5)
-                        for what, number in zip(
-                            ("requests_per_cpu_s", "requests_per_s", "p50_64_ms", "p99_64_ms"), figures, strict=True
-                        ):
-                            seen[name].setdefault(what, []).append(number)
+                        added = added_us(times[name], times[DIRECT])
+                        many = crowd(ports[name], [pids[name]], prompts, CONNECTIONS, 0.5 if quick else 1.5)
+                        rates = (len(many.times_s) / spent_s for spent_s in (*many.used_s, many.lasted_s))
+                        whole_ms = (percentile(many.times_s, share) * 1e3 for share in (0.5, 0.99))
+                        seen[name].append((*added, *rates, *whole_ms))
                     found.load.append(load_now())
                 notes.append(f"{tokens} tokens as {kind}: {statistics.median(direct_us):.0f} us directly")
-                for name, values in seen.items():
-                    medians = {what: statistics.median(way_times) for what, way_times in values.items()}
+                for name, figures in seen.items():
+                    values = dict(zip(FIGURES, map(list, zip(*figures, strict=True)), strict=True))
+                    medians = {figure: statistics.median(of_rounds) for figure, of_rounds in values.items()}
                     found.requests.append(ProxyRow(name, kind, tokens, **medians, rounds=values))
         progress("proxy: streams")
-        found.streams = streams(ports, pids, rounds)
+        found.streams = stream_rows(stream_times(ports, pids, rounds))
     loads = f"{min(found.load):.1f} to {max(found.load):.1f}"
     notes.append(f"load average while it ran, the benchmark's own included: {loads}")
     return found, notes
@@ -314,22 +326,17 @@ def tables(found: Found) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small and short: shows that it works, not how fast")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
+    parser = parser_of(__doc__, quick=True, result=True)
     arguments = parser.parse_args()
     vllm_router = environment("vllm-router")
     about = machine()
     others = Others()
-    with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as folder:
-        found, notes = measure(Path(folder), vllm_router.command("vllm-router"), quick=arguments.quick)
+    with scratch() as folder:
+        found, notes = measure(folder, vllm_router.command("vllm-router"), quick=arguments.quick)
     notes.append(others.note())
     if vllm_router.problem:
         notes.append(f"vllm-router is not measured: {vllm_router.problem}")
-    save(Result("proxy_overhead", arguments.quick, about, [found], notes), arguments.json)
-    print(tables(found))
-    for note in notes:
-        print(f"- {note}")
+    finish(Result("proxy_overhead", arguments.quick, about, [found], notes), arguments.json, tables(found))
     print("- " + "; ".join(f"{name}: {value}" for name, value in about.items()))
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -186,20 +187,54 @@ def table(rows: Sequence[Row]) -> str:
 
 def run(name: str, doc: str, measure: Callable[[Settings], tuple[list[Row], list[str]]]) -> None:
     """Run a script: parse its flags, measure in a temporary folder, print the table and save the JSON."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small and short: shows that it works, not how fast")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result, with all rounds, to FILE")
-    arguments = parser.parse_args()
+    arguments = parser_of(doc, quick=True, result=True).parse_args()
     about = machine()
-    # /tmp instead of the system's temporary folder, as the path of the private store's socket must stay short.
     others = Others()
-    with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as folder:
-        rows, notes = measure(Settings(arguments.quick, Path(folder)))
+    with scratch() as folder:
+        rows, notes = measure(Settings(arguments.quick, folder))
     notes.append(f"{name}: {others.note()}")
-    save(Result(name, arguments.quick, about, rows, notes), arguments.json)
-    print(table(rows))
-    for note in notes:
+    finish(Result(name, arguments.quick, about, rows, notes), arguments.json, table(rows))
+
+
+def parser_of(doc: str | None, *, quick: bool = False, result: bool = False) -> argparse.ArgumentParser:
+    """Return the parser of a script's flags.
+
+    Args:
+        doc: The module's docstring, which is shown as it is laid out.
+        quick: Whether the script has a short version.
+        result: Whether the script can save what it measured.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if quick:
+        parser.add_argument("--quick", action="store_true", help="small and short: shows that it works, not how fast")
+    if result:
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write the result, with all rounds, to FILE")
+    return parser
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """Yield a temporary folder under /tmp, as the path of the private store's socket must stay short."""
+    with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def finish(result: Result[T], file: Path | None, shown: str) -> None:
+    """Save a result if a file is given, and print its table and its notes."""
+    save(result, file)
+    print(shown)
+    for note in result.notes:
         print(f"- {note}")
+
+
+def print_setting() -> None:
+    """Print the command and the machine, as the heading of a table."""
+    print(f"{' '.join(['python', *sys.argv])}\n{json.dumps(machine())}")
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the value below which this share of the values lies; NaN if there is none."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
 
 
 def write_part(page: Path, begin: str, part: str) -> None:

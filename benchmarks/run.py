@@ -7,7 +7,6 @@ benchmarks/results; --quick results are printed only.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.processes import ROOT
-from benchmarks.report import TABLES, Result, Row, machine, table, write_part
+from benchmarks.report import TABLES, Result, Row, machine, parser_of, table, write_part
 
 NAMES = ("match_in_process", "mirror_load")
 RESULTS = ROOT / "benchmarks" / "results"
@@ -32,8 +31,7 @@ def page_part(results: list[Result[Row]], about: dict[str, str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small and short: shows that all work, not how fast")
+    parser = parser_of(__doc__, quick=True)
     parser.add_argument("--only", choices=NAMES, action="append", help="this one; may be repeated")
     arguments = parser.parse_args()
     about = machine()

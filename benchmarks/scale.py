@@ -11,7 +11,6 @@ benchmarks/results/tables.md and docs/images/scale.png; --quick prints only.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import math
 import tempfile
@@ -28,7 +27,7 @@ from numpy.typing import NDArray
 
 from benchmarks.http_client import HttpClient
 from benchmarks.processes import rss_bytes
-from benchmarks.report import TABLES, Others, Result, machine, markdown, number, progress, save, write_part
+from benchmarks.report import TABLES, Others, Result, machine, markdown, number, parser_of, progress, save, write_part
 from kvrouter.router.base.common.ids import GPU, Place, WorkerKey
 from kvrouter.router.index.matching.matcher import HashPlans, Matcher, WorkerView
 from kvrouter.router.index.matching.mirror import Mirror
@@ -294,8 +293,7 @@ def draw(points: list[Point], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few small points: shows that it works, not how fast")
+    parser = parser_of(__doc__, quick=True)
     parser.add_argument("--only", choices=list(SWEEPS), action="append", help="this sweep; may be repeated")
     arguments = parser.parse_args()
     about, others = machine(), Others()

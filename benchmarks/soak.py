@@ -12,7 +12,6 @@ the answers and the sets in Redis are compared with the engines' holdings, block
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -32,6 +31,7 @@ import aiohttp
 import msgspec
 
 from benchmarks.processes import peak_rss_bytes, rss_bytes
+from benchmarks.report import parser_of
 from tests.support.churn import BLOCK, HASHES, Churn
 from tests.support.fleet import MODEL, check, register
 from tests.support.router_process import RouterProcess
@@ -211,7 +211,7 @@ class Soak:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--warm-up", type=float, help="minutes (default: a quarter of all)")
     parser.add_argument("--blocks", type=float, default=10_000.0, help="a second, stored and removed, of all engines")

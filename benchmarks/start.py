@@ -8,18 +8,16 @@ counted.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 from benchmarks.processes import cpu_s
-from benchmarks.report import machine, markdown
+from benchmarks.report import machine, markdown, parser_of, scratch
 from tests.support.router_process import RouterProcess
 
 KVROUTER = [sys.executable, "-m", "kvrouter.router.cli"]
@@ -54,19 +52,18 @@ def ended(arguments: tuple[str, ...], code: int) -> tuple[float, float]:
 def measure(rounds: int) -> dict[str, list[tuple[float, float]]]:
     """Return the CPU and wall time of each round by the command's name."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in (START, *(name for name, _, _ in ENDING))}
-    with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as folder:
-        started(Path(folder) / "first")
+    with scratch() as folder:
+        started(folder / "first")
         for number in range(rounds):
-            times[START].append(started(Path(folder) / str(number)))
+            times[START].append(started(folder / str(number)))
             for name, arguments, code in ENDING:
                 times[name].append(ended(arguments, code))
     return times
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, result=True)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write all rounds here")
     given = parser.parse_args()
     taken = measure(given.rounds)
     if given.json:

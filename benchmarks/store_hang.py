@@ -9,7 +9,6 @@ the engine's holdings at the `seq` that the answer shows, and against all its ho
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import logging
@@ -21,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import parser_of
 from tests.chaos.harness.engines import Engine
 from tests.chaos.harness.history import Life
 from tests.chaos.harness.process_router import ProcessRouter
@@ -134,7 +134,7 @@ def _span(times: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--hang-s", type=float, default=HANG_S)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)

@@ -10,7 +10,6 @@ holdings, block by block.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -22,6 +21,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from benchmarks.report import parser_of, percentile
 from tests.support.churn import Churn
 from tests.support.fleet import check, register, wait_seqs, wait_shared
 from tests.support.router_process import RouterProcess
@@ -34,10 +34,6 @@ ENGINES = 8
 RATE = 20_000.0
 # Must exceed a lease (1.5 s) and the time until its end is noticed.
 STOPPED_S = 4.0
-
-
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, round(share * (len(values) - 1)))]
 
 
 class Rounds:
@@ -114,7 +110,7 @@ class Rounds:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--stops", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)

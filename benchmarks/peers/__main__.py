@@ -16,7 +16,6 @@ import argparse
 import os
 import signal
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,7 +28,7 @@ from benchmarks.peers import ingest, memory, proxy, query, selection, two_proces
 from benchmarks.peers.packages import VERSIONS, Package, PeerSettings, environment
 from benchmarks.peers.table import Findings, Group, PeerRow, page_part, table
 from benchmarks.processes import ROOT
-from benchmarks.report import TABLES, Others, machine, progress, write_part
+from benchmarks.report import TABLES, Others, machine, progress, scratch, write_part
 from benchmarks.workload import SIX_GROUPS
 from kvrouter.router.base.common.compiled import caution, wanted
 
@@ -51,8 +50,8 @@ def measure_group(name: str, quick: bool, packages: dict[str, Package]) -> Group
     """Measure one group; if it fails, its only row says so."""
     others, load_before = Others(), os.getloadavg()[0]
     # /tmp instead of the system's temporary folder, as the path of the private store's socket must stay short.
-    with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as folder:
-        settings = PeerSettings(quick, Path(folder), packages["ai-dynamo-runtime"], packages["vllm-router"])
+    with scratch() as folder:
+        settings = PeerSettings(quick, folder, packages["ai-dynamo-runtime"], packages["vllm-router"])
         try:
             findings = MEASURES[name](settings)
         except Exception as error:

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ import zmq
 
 from tests.engine.chat_server import ChatServer
 from tests.engine.engine_process import last_published
+from tests.support.fleet import until
 from tests.support.router_process import RouterProcess
 
 MODEL = "chat-tiny"
@@ -55,13 +55,6 @@ class Fleet:
 
 def client_of(url: str) -> Any:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not in {WAIT_S:g} s: {what}"
-        time.sleep(0.01)
 
 
 def predicted(answer: Any) -> tuple[int | None, int, str]:

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.engine.engine_process import EXECUTOR, MAX_MODEL_LEN
+from tests.support.exchange import exchange
 from tests.support.ports import free_port
 from tests.support.router_process import end_process
 
 START_TIMEOUT_S = 300.0
-ANSWER_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 # Enough for some prompts of a thousand tokens in six groups. A block is 128 tokens on the CPU, less with --block-size.
 NUM_BLOCKS = 400
@@ -126,14 +126,9 @@ class ChatServer:
         return self._log.read_text(errors="replace")[-6000:]
 
     def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        """Post a JSON body, and return the status and the decoded answer."""
-        data = json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"content-type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
-                return answer.status, json.loads(answer.read())
-        except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read())
+        """Return the status and the decoded body of the answer."""
+        answer = exchange(self.port, "POST", path, body)
+        return answer.status, answer.json()
 
 
 def descendants(pid: int) -> list[int]:

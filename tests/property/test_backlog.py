@@ -14,44 +14,15 @@ from kvrouter.router.index.ingest.commit_backlog import CommitBacklog
 from kvrouter.router.index.ingest.net_changes import ResidencyDelta
 from kvrouter.router.index.ingest.pending_commit import PendingCommit
 from tests.support.examples import examples
+from tests.support.store_image import StoreImage
 
 PLACES = (Place(0, "GPU"), Place(1, "GPU"), Place(None, "CPU", "o"))
 EXAMPLES = examples(300)
 
 
-class Stored:
-    """The state that a store has of one worker."""
-
-    def __init__(self) -> None:
-        self.epoch: str | None = None
-        self.seq: int | None = None
-        self.blocks: dict[Place, set[int]] = {}
-        self.copies: dict[tuple[Place, int], int] = {}
-        self.meta: dict[str, bytes] = {}
-
-    def write(self, flush: PendingCommit) -> None:
-        if flush.opens_epoch:
-            self.__init__()  # type: ignore[misc]
-            self.epoch = flush.epoch
-        assert flush.epoch == self.epoch
-        if flush.seqs is not None:
-            assert self.seq is None or flush.seqs[0] == self.seq + 1
-            self.seq = flush.seqs[1]
-        for change in flush.changes:
-            held = self.blocks.setdefault(change.place, set())
-            added, removed = change.added.tolist(), change.removed.tolist()
-            assert len(set(added)) == len(added) and len(set(removed)) == len(removed)
-            assert held.isdisjoint(added) and held.issuperset(removed)
-            held -= set(removed)
-            held |= set(added)
-        for place, block_hash, count in flush.copies:
-            self.copies[place, block_hash] = count
-        self.meta |= flush.meta
-
-    def seen(self) -> tuple[Any, ...]:
-        blocks = {place: held for place, held in self.blocks.items() if held}
-        copies = {key: count for key, count in self.copies.items() if count > 1}
-        return self.epoch, self.seq, blocks, copies, self.meta
+def seen(stored: StoreImage) -> tuple[Any, ...]:
+    """Return all that commits have left."""
+    return stored.epoch, stored.seq, stored.residency(), stored.copies, stored.meta
 
 
 @st.composite
@@ -90,27 +61,27 @@ def flushes(draw: st.DrawFn) -> list[PendingCommit]:
 @settings(max_examples=EXAMPLES)
 @given(flushes=flushes(), data=st.data())
 def test_one_commit_does_what_the_flushes_would_have_done(flushes: list[PendingCommit], data: st.DataObject) -> None:
-    one_by_one, merged, backlog = Stored(), Stored(), CommitBacklog(1_000_000)
+    one_by_one, merged, backlog = StoreImage(), StoreImage(), CommitBacklog(1_000_000)
     for flush in flushes:
-        one_by_one.write(flush)
+        one_by_one.commit(flush, None)
         backlog.add(flush)
         if data.draw(st.booleans()):
             # Without a seq in the epoch, nothing shows whether an earlier commit was lost.
             assert merged.seq is None or backlog.continues(merged.epoch, merged.seq)
             taken = backlog.take()
             assert taken is not None
-            merged.write(taken)
+            merged.commit(taken, None)
             assert backlog.is_empty and backlog.blocks == 0 and backlog.take() is None
-            assert merged.seen() == one_by_one.seen()
+            assert seen(merged) == seen(one_by_one)
     if (taken := backlog.take()) is not None:
-        merged.write(taken)
-    assert merged.seen() == one_by_one.seen()
+        merged.commit(taken, None)
+    assert seen(merged) == seen(one_by_one)
 
 
 @settings(max_examples=EXAMPLES)
 @given(flushes=flushes(), lost=st.integers(0, 11))
 def test_after_an_overflow_only_a_new_epoch_is_committed(flushes: list[PendingCommit], lost: int) -> None:
-    backlog, stored = CommitBacklog(1_000_000), Stored()
+    backlog, stored = CommitBacklog(1_000_000), StoreImage()
     for flush in flushes[: lost + 1]:
         backlog.add(flush)
     backlog.overflow()
@@ -122,12 +93,12 @@ def test_after_an_overflow_only_a_new_epoch_is_committed(flushes: list[PendingCo
     assert (taken is not None) is any(flush.opens_epoch for flush in rest)
     assert backlog.overflowed is (taken is None)
     if taken is not None:
-        stored.write(taken)
-        expected = Stored()
+        stored.commit(taken, None)
+        expected = StoreImage()
         first = next(number for number, flush in enumerate(rest) if flush.opens_epoch)
         for flush in rest[first:]:
-            expected.write(flush)
-        assert stored.seen() == expected.seen()
+            expected.commit(flush, None)
+        assert seen(stored) == seen(expected)
 
 
 def test_a_backlog_is_full_beyond_its_bound() -> None:

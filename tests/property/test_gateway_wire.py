@@ -50,7 +50,7 @@ def metadata(namespace: str, **fields: object) -> bytes:
     return field(1, field(1, namespace.encode()) + field(2, struct.SerializeToString()))
 
 
-def test_headers_with_all_that_is_read() -> None:
+def test_headers_are_decoded_with_all_that_is_read() -> None:
     name = "x-gateway-destination-endpoint-subset"
     content = field(1, header(b":path", b"/x") + header(b"odd", b"\xff") + header(b"old", b"v", 2)) + flag(3, 1)
     raw = (
@@ -79,13 +79,13 @@ def test_who_served_is_in_metadata_or_in_an_attribute() -> None:
     assert decode(content + attributes + metadata_).served == "10.0.0.1:80"
 
 
-def test_bodies_and_trailers() -> None:
+def test_bodies_and_trailers_are_decoded() -> None:
     assert decode(field(4, field(1, b"ab"))) == Incoming(Part.REQUEST_BODY, data=b"ab")
     assert decode(field(5, flag(2, 1))) == Incoming(Part.RESPONSE_BODY, ends=True)
     assert decode(field(6, b"")) == Incoming(Part.REQUEST_TRAILERS, ends=True)
 
 
-def test_what_is_sent() -> None:
+def test_replies_are_encoded_as_the_protocol_wants() -> None:
     option = field(1, field(1, b"n") + field(3, b"v")) + flag(3, 2)
     mutation = field(1, option)
     struct = struct_pb2.Struct()
@@ -109,7 +109,7 @@ def test_what_is_sent() -> None:
     )
 
 
-def test_health() -> None:
+def test_the_health_service_is_decoded_and_answered() -> None:
     assert health_service(b"") == ""
     assert health_service(field(1, b"liveness")) == "liveness"
     assert (health_answer(serves=True), health_answer(serves=False)) == (flag(1, 1), flag(1, 2))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -138,6 +139,11 @@ class FakeEngine:
         body: dict[str, Any] = {"worker_id": worker_id, "model": model, "endpoint": self.endpoint, **more}
         return body | ({"replay_endpoint": self.replay_endpoint} if self._replay else {})
 
+    def join(self, router: Any, worker_id: str, model: str, **more: Any) -> None:
+        """Register at a router, and wait until it receives what is published."""
+        router.request("POST", "/register", self.registration(worker_id, model, **more))
+        router.wait_connected(worker_id, self.wait_subscribed)
+
     def publish(self, *events: Any, **options: Any) -> int:
         """Send one batch and return its seq."""
         seq = self.publisher.next_seq
@@ -157,3 +163,7 @@ class FakeEngine:
 
     def close(self) -> None:
         self.publisher.close()
+
+
+# Makes a publisher that is closed after the test; the fixture `new_engine` is one.
+NewEngine = Callable[..., FakeEngine]

@@ -11,48 +11,28 @@ from pathlib import Path
 import pytest
 
 from kvrouter.engine_patch.offload.disk.disk_events import READ, WRITE, Finished
-from kvrouter.engine_patch.offload.disk.tier import DiskTier
 from kvrouter.engine_patch.offload.key import OffloadKey
 from tests.support.disk_child import (
     RECORD_BYTES,
-    STRIDE_BYTES,
-    FaultyFiles,
-    HandExecutor,
-    Slots,
-    identity,
     key,
     payload,
 )
+from tests.support.disk_desk import Desk as PlainDesk
 
 A, B, C, D, E = (key(number) for number in range(5))
 RETRY_S = 10.0
 
 
-class Desk:
+class Desk(PlainDesk):
     """A disk tier on files that fail on command, whose executor and clock (`now`) the test moves."""
 
     def __init__(self, folder: Path, records: int) -> None:
         self.now = 0.0
-        self.slots = Slots(4)
-        self.hands = HandExecutor()
-        self.files = FaultyFiles()
-        self.tier = DiskTier(
-            folder,
-            identity(),
-            RECORD_BYTES,
-            records * STRIDE_BYTES,
-            self.slots.view,
-            retry_s=RETRY_S,
-            clock=lambda: self.now,
-            files=self.files,
-            executor=lambda: self.hands,
-        )
-        self.found = self.tier.open()
+        super().__init__(folder, records, retry_s=RETRY_S, clock=lambda: self.now)
 
-    def write(self, name: OffloadKey) -> bool | None:
+    def write(self, name: OffloadKey, slot: int = 0) -> bool | None:  # type: ignore[override]
         """Write a key, and return whether that succeeded; None if the tier did not begin the write."""
-        self.slots.fill(0, payload(name))
-        return self._ended(WRITE, name) if self.tier.write(name, 0) else None
+        return self._ended(WRITE, name) if super().write(name, slot) else None
 
     def read(self, name: OffloadKey) -> bool | None:
         """Read a key, and return whether that succeeded; None if the tier did not begin the read.
@@ -71,9 +51,6 @@ class Desk:
         (finished,) = self.tier.poll()
         assert finished == Finished(kind, name, 0, finished.ok)
         return finished.ok
-
-    def changes(self) -> list[tuple[str, OffloadKey]]:
-        return [("+" if stored else "-", name) for stored, name in self.tier.take_changes()]
 
     def trial(self) -> None:
         """Poll once, which may begin a trial of the failed disk, and once more to see the trial's end."""

@@ -192,6 +192,16 @@ def until_right(wrong: Callable[[], list[str]], patience_s: float = 10.0) -> lis
 
 
 @contextlib.contextmanager
+def two_empty_routers(folder: Path, url: str) -> Iterator[tuple[RouterProcess, RouterProcess]]:
+    """Run two routers, in the folders a and b, that share a store."""
+    with (
+        RouterProcess(folder / "a", ["--redis", url]) as first,
+        RouterProcess(folder / "b", ["--redis", url]) as second,
+    ):
+        yield first, second
+
+
+@contextlib.contextmanager
 def two_routers(
     folder: Path, server: StoreServer | SentinelStore, churn: Churn, engines: int
 ) -> Iterator[tuple[RouterProcess, RouterProcess]]:
@@ -199,10 +209,7 @@ def two_routers(
 
     At the end, neither may have counted an internal error or logged a traceback.
     """
-    with (
-        RouterProcess(folder / "a", ["--redis", server.url]) as first,
-        RouterProcess(folder / "b", ["--redis", server.url]) as second,
-    ):
+    with two_empty_routers(folder, server.url) as (first, second):
         register(first, churn)
         churn.ask("go")
         wait_shared((first, second), engines)

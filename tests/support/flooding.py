@@ -31,3 +31,10 @@ def flood(blocks: int) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
     """Run `flooder.py`, which starts to publish at a line on its stdin; yield its port and process."""
     with flooding("flooder.py", str(blocks)) as running:
         yield running
+
+
+def begin(flooder: subprocess.Popen[bytes]) -> None:
+    """Let `flooder.py` publish."""
+    assert flooder.stdin is not None
+    flooder.stdin.write(b"go\n")
+    flooder.stdin.flush()

@@ -7,11 +7,8 @@ import http.client
 import itertools
 import json
 import random
-import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import zmq
@@ -19,6 +16,7 @@ import zmq
 from kvrouter.simulator.cache.shapes import llama
 from kvrouter.simulator.engine.timing import INSTANT, Timing
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
+from tests.support.exchange import exchange
 from tests.support.router_process import RouterProcess
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -27,11 +25,7 @@ COMPLETIONS = "/v1/completions"
 LONG = 2_048
 MODELS = itertools.count()
 # A hand-over has a fixed cost of about a thousand tokens; the transfer of the tokens costs nothing here.
-ROUTER_FLAGS = ("--health-interval-s", "0.2", "--handover-token-cost", "0", "--remote-prefill-min-tokens", "512")
-
-
-def router_of_pools(folder: Path) -> RouterProcess:
-    return RouterProcess(folder, [*ROUTER_FLAGS])
+POOL_FLAGS = ("--health-interval-s", "0.2", "--handover-token-cost", "0", "--remote-prefill-min-tokens", "512")
 
 
 class Pools:
@@ -77,13 +71,7 @@ class Pools:
     def occupy(self, *names: str) -> None:
         """Reserve many tokens on these workers until `free`, so that a hand-over pays."""
         for name in names:
-            body = {
-                "model": self.model,
-                "worker_id": name,
-                "isl_tokens": 60_000,
-                "selection_id": f"{self.model}-{name}",
-            }
-            self.router.request("POST", "/reservations", body)
+            occupy(self.router, self.model, name)
 
     def free(self, *names: str) -> None:
         for name in names:
@@ -91,17 +79,10 @@ class Pools:
 
     def ask(self, prompt: list[int], **fields: Any) -> tuple[int, dict[str, str], Any]:
         """Send a completion to the router; return the status, the headers, and the decoded body."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.router.port, timeout=WAIT_S)
         headers = fields.pop("headers", {})
-        try:
-            body = {"model": self.model, "prompt": prompt, "max_tokens": 4, **fields}
-            connection.request("POST", COMPLETIONS, json.dumps(body), headers)
-            answer = connection.getresponse()
-            raw = answer.read()
-            response_headers = {name.lower(): value for name, value in answer.getheaders()}
-            return answer.status, response_headers, raw if fields.get("stream") else json.loads(raw)
-        finally:
-            connection.close()
+        body = {"model": self.model, "prompt": prompt, "max_tokens": 4, **fields}
+        answer = exchange(self.router.port, "POST", COMPLETIONS, body, headers)
+        return answer.status, answer.headers, answer.content if fields.get("stream") else answer.json()
 
     def loads(self) -> dict[str, tuple[int, int]]:
         """Return the waiting prefill tokens and the number of requests of each worker."""
@@ -114,16 +95,15 @@ class Pools:
         return int(answer["instances"][name]["longest_matched"])
 
 
+def occupy(router: RouterProcess, model: str, name: str) -> None:
+    """Reserve 60,000 tokens on a worker, so that a hand-over to another worker pays."""
+    body = {"model": model, "worker_id": name, "isl_tokens": 60_000, "selection_id": f"{model}-{name}"}
+    router.request("POST", "/reservations", body)
+
+
 def tokens(seed: int, count: int = LONG) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(300, 30_000) for _ in range(count)]
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not in {WAIT_S:g} s: {what}"
-        time.sleep(0.01)
 
 
 def outcomes(router: RouterProcess) -> Counter[str]:

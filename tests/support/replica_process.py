@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import subprocess
 import sys
@@ -12,9 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+from kvrouter.simulator.http.server import ReplicaServer, ServerThread
+from tests.support.exchange import post
 from tests.support.router_process import end_process
 
-HTTP_TIMEOUT_S = 30.0
 STOP_S = 30.0
 # The model of the engines of `replicas`.
 MODEL = "sim"
@@ -68,15 +68,7 @@ class ReplicaProcess:
 
     def faults(self, **given: Any) -> None:
         """Set faults of the replica with a `POST /sim/faults`."""
-        host, _, port = self.endpoints["url"].removeprefix("http://").rpartition(":")
-        connection = http.client.HTTPConnection(host, int(port), timeout=HTTP_TIMEOUT_S)
-        try:
-            connection.request("POST", "/sim/faults", json.dumps(given), {"content-type": "application/json"})
-            answer = connection.getresponse()
-            raw_answer = answer.read()
-            assert answer.status == 200, raw_answer
-        finally:
-            connection.close()
+        post(self.endpoints["url"], "/sim/faults", given)
 
 
 def worker_spec(worker_id: str, endpoints: Mapping[str, Any]) -> str:
@@ -102,3 +94,14 @@ def replicas(count: int, *arguments: str) -> Iterator[list[dict[str, Any]]]:
         process.terminate()
         process.wait(STOP_S)
         process.stdout.close()
+
+
+@contextmanager
+def served(*servers: ReplicaServer) -> Iterator[tuple[ReplicaServer, ...]]:
+    """Serve replicas from a thread of this process."""
+    thread = ServerThread(servers)
+    thread.start()
+    try:
+        yield servers
+    finally:
+        thread.stop()

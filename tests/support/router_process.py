@@ -275,7 +275,9 @@ class RouterProcess:
             worker_id, lambda row: (-1 if row["seq"] is None else row["seq"]) >= seq, f"at seq {seq} of"
         )
 
-    def wait_row(self, worker_id: str, reached: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
+    def wait_row(
+        self, worker_id: str, reached: Callable[[dict[str, Any]], bool], what: str = "as wanted:"
+    ) -> dict[str, Any]:
         """Wait until `reached` is true for the worker's row, and return the row."""
         deadline = time.monotonic() + VISIBLE_TIMEOUT_S
         while True:

@@ -53,6 +53,8 @@ class StoreImage:
         for change in flush.changes:
             held = self.places.setdefault(change.place, set())
             added, removed = set(change.added.tolist()), set(change.removed.tolist())
+            if len(added) != len(change.added) or len(removed) != len(change.removed):
+                raise Misled("a change names a block twice")
             if added & held or removed - held:
                 raise Misled("a change is none")
             self.places[change.place] = (held - removed) | added

@@ -8,21 +8,20 @@ import json
 import select
 import socket
 import threading
-import time
-import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
 
 import pytest
 import redis
 import zmq
 
 from kvrouter.router.index.store import keys
-from tests.support.fake_engine import FakeEngine
+from tests.support.exchange import exchange
+from tests.support.fake_engine import NewEngine
 from tests.support.fake_reporter import FakeReporter
+from tests.support.fleet import until
 from tests.support.router_process import RouterProcess
 
 GOOD = "127.0.0.1"
@@ -31,6 +30,11 @@ FORBIDDEN = "127.0.0.2"
 # ZMQ connects within milliseconds of a registration. A router that is not allowed to connect never does.
 QUIET_S = 2.0
 WAIT_S = 20.0
+
+
+def post(router: RouterProcess, path: str, body: object, method: str = "POST") -> tuple[int, Any]:
+    answer = exchange(router.port, method, path, body)
+    return answer.status, answer.json()
 
 
 class Victim:
@@ -54,20 +58,8 @@ def victim() -> Iterator[Victim]:
     victim.close()
 
 
-def post(router: RouterProcess, path: str, body: dict[str, Any], method: str = "POST") -> tuple[int, dict[str, Any]]:
-    request = urllib.request.Request(f"http://127.0.0.1:{router.port}{path}", json.dumps(body).encode(), method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
-            return answer.status, json.loads(answer.read())
-    except HTTPError as error:
-        return error.code, json.loads(error.read())
-
-
-def test_no_way_of_registering_leads_elsewhere(
-    tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine], victim: Victim
-) -> None:
-    engine = FakeEngine(context)
-    engines.append(engine)
+def test_no_way_of_registering_leads_elsewhere(tmp_path: Path, new_engine: NewEngine, victim: Victim) -> None:
+    engine = new_engine()
     forbidden = f"tcp://{FORBIDDEN}:{victim.port}"
     registration = engine.registration("w0", "m")
     with RouterProcess(tmp_path, ["--allow-host", GOOD]) as router:
@@ -118,11 +110,8 @@ def test_a_patch_cannot_name_reports_elsewhere(tmp_path: Path, victim: Victim) -
                 body = {"worker_id": "w0", "model": "m", "url": f"http://{GOOD}:1", "patch_endpoint": ""}
                 body["patch_endpoint"] = reporter.requests_endpoint
                 await asyncio.to_thread(router.request, "POST", "/register", body)
-                deadline = time.monotonic() + WAIT_S
                 # The first hello request finds the patch; with the second one, the router follows it.
-                while len(reporter.requests) < 2:
-                    assert time.monotonic() < deadline
-                    await asyncio.sleep(0.05)
+                await asyncio.to_thread(until, lambda: len(reporter.requests) >= 2, "the patch is not followed")
                 return await asyncio.to_thread(victim.was_reached)
         finally:
             context.destroy(linger=0)

@@ -36,7 +36,9 @@ def client(router: RouterProcess) -> Iterator[Any]:
 # OpenAI's client calls its translations deprecated; vLLM serves them.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("model", [MODEL, ALIAS])
-def test_a_transcription_and_a_translation(client: Any, router: RouterProcess, model: str) -> None:
+def test_transcriptions_and_translations_reach_the_pinned_worker(
+    client: Any, router: RouterProcess, model: str
+) -> None:
     pin = {"x-kvrouter-worker": "w1", "x-request-id": f"audio-{model}"}
     file = ("speech.wav", SOUND, "audio/wav")
     answer = client.audio.transcriptions.with_raw_response.create(model=model, file=file, extra_headers=pin)
@@ -47,12 +49,12 @@ def test_a_transcription_and_a_translation(client: Any, router: RouterProcess, m
     assert client.audio.translations.create(model=model, file=file).text
 
 
-def test_a_stream(client: Any) -> None:
+def test_a_transcription_is_streamed_to_its_end(client: Any) -> None:
     chunks = client.audio.transcriptions.create(model=MODEL, file=("a.mp3", SOUND), stream=True)
     assert len(list(chunks)) == 8
 
 
-def test_errors(client: Any, router: RouterProcess) -> None:
+def test_errors_name_the_unknown_model_and_the_missing_file(client: Any, router: RouterProcess) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.audio.transcriptions.create(model="nobody", file=("a.wav", SOUND))
     assert caught.value.code == "unknown_model"

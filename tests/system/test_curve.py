@@ -10,7 +10,7 @@ import logging
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from kvrouter.events.patch.messages import REPORT_TOPIC, HelloRequest, reports_e
 from kvrouter.events.transport.curve import public_key, read_secret
 from kvrouter.router.model.workers.worker_spec import patch_key_problem
 from tests.support.fake_engine import hashes, prompt, stored
+from tests.support.fleet import until
 from tests.support.patched_engine import PatchedEngine, stores
 from tests.support.router_process import RouterError, RouterProcess
 
@@ -45,19 +46,13 @@ def engine(context: Context) -> Iterator[PatchedEngine]:
     patched_engine.close()
 
 
-def until(router: RouterProcess, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    deadline = time.monotonic() + WAIT_S
-    while not reached(row := router.worker("w0")):
-        assert time.monotonic() < deadline, f"{row}\n{router.log_tail()}"
-        time.sleep(0.02)
-    return row
-
-
 def told(row: dict[str, Any]) -> bool:
     return "proves the patch_key" in row["reason"]
 
 
-def test_keys(router: RouterProcess, engine: PatchedEngine) -> None:
+def test_a_patch_is_followed_only_while_it_proves_the_registered_key(
+    router: RouterProcess, engine: PatchedEngine
+) -> None:
     public, secret = zmq.curve_keypair()
     other, _ = zmq.curve_keypair()
     engine.patch(curve_secret=secret)
@@ -66,14 +61,14 @@ def test_keys(router: RouterProcess, engine: PatchedEngine) -> None:
     try:
         # The right key works.
         router.request("POST", "/register", registration | {"patch_key": public.decode()})
-        until(router, lambda row: row["patch"] is not None and row["state"] in ("live", "catching_up"))
+        router.wait_row("w0", lambda row: row["patch"] is not None and row["state"] in ("live", "catching_up"))
         engine.report(stores(CHAIN[:4]))
-        until(router, lambda row: sum(row["residency"].values()) == 4)
+        router.wait_row("w0", lambda row: sum(row["residency"].values()) == 4)
 
         # A wrong key is reported within seconds, earns no credit, and does not make the router follow the engine's
         # plain topic.
         router.request("POST", "/register", registration | {"patch_key": other.decode()})
-        row = until(router, told)
+        row = router.wait_row("w0", told)
         engine.publish(stored(TOKENS, 0, 8))
         time.sleep(1)
         assert told(router.worker("w0"))
@@ -83,7 +78,7 @@ def test_keys(router: RouterProcess, engine: PatchedEngine) -> None:
         # Without a key, the encrypted patch does not exist for the router, so it follows the engine's own topic.
         router.unregister("w0")
         router.request("POST", "/register", registration)
-        row = until(router, lambda row: row["state"] not in ("connecting", "down"))
+        row = router.wait_row("w0", lambda row: row["state"] not in ("connecting", "down"))
         assert row["patch"] is None
 
         # A router with a key does not accept a plain engine.
@@ -91,15 +86,15 @@ def test_keys(router: RouterProcess, engine: PatchedEngine) -> None:
         engine.reporter.close()
         engine.patch()
         router.request("POST", "/register", registration | {"patch_key": public.decode()})
-        until(router, told)
+        router.wait_row("w0", told)
         assert sum(router.worker("w0")["residency"].values()) == 0
 
         # The engine can be mended without registering the worker again.
         engine.reporter.close()
         engine.patch(curve_secret=secret)
-        until(router, lambda row: row["patch"] is not None and not told(row))
+        router.wait_row("w0", lambda row: row["patch"] is not None and not told(row))
         engine.report(stores(CHAIN[:4]))
-        until(router, lambda row: sum(row["residency"].values()) == 4)
+        router.wait_row("w0", lambda row: sum(row["residency"].values()) == 4)
     finally:
         engine.reporter.close()
         router.unregister("w0")
@@ -186,28 +181,28 @@ def test_a_patch_with_a_list_admits_those_alone(engine: PatchedEngine, tmp_path:
     ):
         for router in (listed, without):
             router.request("POST", "/register", registration)
-        until(listed, lambda row: row["patch"] is not None and row["state"] in ("live", "catching_up"))
+        listed.wait_row("w0", lambda row: row["patch"] is not None and row["state"] in ("live", "catching_up"))
         engine.report(stores(CHAIN[:4]))
-        until(listed, lambda row: sum(row["residency"].values()) == 4)
+        listed.wait_row("w0", lambda row: sum(row["residency"].values()) == 4)
         # The router without a key learns why it is refused, and what to do.
-        until(without, lambda row: "has no key of its own: set curve_client_key" in row["reason"])
+        without.wait_row("w0", lambda row: "has no key of its own: set curve_client_key" in row["reason"])
         assert sum(without.worker("w0")["residency"].values()) == 0
         assert engine.reporter.counters.clients_refused > 0
         # The engine goes on reporting, whichever router is refused.
         engine.report(stores(CHAIN[4:8]))
-        until(listed, lambda row: sum(row["residency"].values()) == 8)
+        listed.wait_row("w0", lambda row: sum(row["residency"].values()) == 8)
 
         # A router that is taken off the list stays until its connection ends. It is then refused, and the reason names
         # its public key.
         write(clients, "# nobody\n")
         engine.reporter.close()
         engine.patch(curve_secret=secret, clients=ClientList(str(clients)))
-        until(listed, lambda row: f"add its public key {client_public.decode()} to the file" in row["reason"])
+        listed.wait_row("w0", lambda row: f"add its public key {client_public.decode()} to the file" in row["reason"])
         # A router that is added to the list is admitted without a restart of the router or the engine.
         write(clients, client_public.decode())
-        until(listed, lambda row: row["patch"] is not None and not row["reason"].startswith("the engine patch"))
+        listed.wait_row("w0", lambda row: row["patch"] is not None and not row["reason"].startswith("the engine patch"))
         engine.report(stores(CHAIN[:4]))
-        until(listed, lambda row: sum(row["residency"].values()) == 4)
+        listed.wait_row("w0", lambda row: sum(row["residency"].values()) == 4)
         shown = listed.log_tail() + str(listed.worker("w0"))
         assert client_secret.decode() not in shown and secret.decode() not in shown
 
@@ -237,10 +232,8 @@ def test_the_engines_thread_waits_for_no_handshake(engine: PatchedEngine, contex
         sent = engine.reporter.counters.sent
         for number in range(100):
             engine.report(stores(CHAIN[: number % 8 + 1]))
-        deadline = time.monotonic() + WAIT_S
-        while engine.reporter.counters.sent < sent + 100:
-            assert time.monotonic() < deadline, "the reporter waits for a client to be judged"
-            time.sleep(0.01)
+        counters = engine.reporter.counters
+        until(lambda: counters.sent >= sent + 100, "the reporter waits for a client to be judged")
     finally:
         release.set()
         socket.close(linger=0)

@@ -148,7 +148,7 @@ def test_a_trace_is_predicted_exactly_under_another_policy(tmp_path: Path, capsy
     assert all(worker != next_worker for worker, next_worker in itertools.pairwise(chosen))
 
 
-def test_it_stays_until_ctrl_c_and_leaves_nothing(tmp_path: Path) -> None:
+def test_the_demo_stays_until_ctrl_c_and_leaves_nothing(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     command = [sys.executable, "-m", "kvrouter.router.cli", "demo", "--stay", "--requests", "8", "--replicas", "2"]

@@ -20,19 +20,19 @@ import pytest
 
 from kvrouter.simulator.cache import tokenizer
 from kvrouter.simulator.engine.timing import Timing
+from tests.support.fleet import until
 from tests.support.prefill_pools import (
     COMPLETIONS,
     LONG,
     MODELS,
+    POOL_FLAGS,
     WAIT_S,
     Pools,
     cached,
     fault,
     is_idle,
     outcomes,
-    router_of_pools,
     tokens,
-    until,
 )
 from tests.support.router_process import RouterProcess
 
@@ -40,10 +40,7 @@ from tests.support.router_process import RouterProcess
 SLOW = Timing(40_000.0, 0.002, 0.0005)
 
 
-@pytest.fixture(scope="module")
-def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
-    with router_of_pools(tmp_path_factory.mktemp("router")) as process:
-        yield process
+ROUTER_FLAGS = POOL_FLAGS
 
 
 @pytest.fixture

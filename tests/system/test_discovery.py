@@ -21,7 +21,9 @@ import pytest
 import zmq
 
 from kvrouter.simulator.cache.shapes import make_geometry
-from kvrouter.simulator.http.server import ReplicaServer, ServerThread
+from kvrouter.simulator.http.server import ReplicaServer
+from tests.support.fleet import rows
+from tests.support.replica_process import served
 from tests.support.router_process import RouterError, RouterProcess
 from tests.support.store_server import StoreServer
 
@@ -42,14 +44,8 @@ def until(condition: Callable[[], Any], what: str) -> Any:
 @pytest.fixture
 def replicas(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[list[ReplicaServer]]:
     servers = [ReplicaServer(make_geometry("llama"), 64, context=context, model=MODEL) for _ in range(2)]
-    thread = ServerThread(servers)
-    thread.start()
-    yield servers
-    thread.stop()
-
-
-def rows(router: RouterProcess) -> dict[str, dict[str, Any]]:
-    return {row["worker_id"]: row for row in router.request("GET", "/workers")["workers"]}
+    with served(*servers):
+        yield servers
 
 
 def said(router: RouterProcess) -> str:

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 import threading
-import urllib.request
 from collections.abc import Iterator
 from random import Random
 from typing import Any
@@ -31,6 +28,7 @@ from kvrouter.simulator.cache.shapes import make_geometry
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
 from tests.support.clinic import Clinic
 from tests.support.engine_http import EngineHttp
+from tests.support.exchange import post, run_cli
 from tests.support.fake_engine import BLOCK, FakeEngine, prompt, stored
 from tests.support.fleet import until
 from tests.support.ports import free_port
@@ -62,28 +60,9 @@ def replicas() -> Iterator[list[dict[str, Any]]]:
     context.destroy(linger=0)
 
 
-@pytest.fixture
-def engine(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[FakeEngine]:
-    """Make a publisher without an engine."""
-    publisher = FakeEngine(context)
-    yield publisher
-    publisher.close()
-
-
-@pytest.fixture
-def http() -> Iterator[EngineHttp]:
-    """Serve an engine's HTTP without an engine."""
-    server = EngineHttp()
-    yield server
-    server.stop()
-
-
 def compute(replica: dict[str, Any], tokens: list[int]) -> None:
     """Send a prompt directly to a replica."""
-    body = json.dumps({"model": MODEL, "prompt": tokens, "max_tokens": 1}).encode()
-    request = urllib.request.Request(f"{replica['url']}/v1/completions", body, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30):
-        pass
+    post(replica["url"], "/v1/completions", {"model": MODEL, "prompt": tokens, "max_tokens": 1})
 
 
 def of(replica: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -100,7 +79,7 @@ def shows(clinic: Clinic, worker_id: str) -> None:
 @pytest.mark.skipif(compiled.caution() is not None, reason="a router that is not compiled is not all well")
 def test_no_worker_then_a_fleet_that_is_well(clinic: Clinic, replicas: list[dict[str, Any]]) -> None:
     assert clinic.codes() == ["KV005"]
-    command = [sys.executable, "-m", "kvrouter.router.cli", "doctor", "--url", f"http://127.0.0.1:{clinic.router.port}"]
+    command = ("doctor", "--url", f"http://127.0.0.1:{clinic.router.port}")
     with clinic.worker("w0", **of(replicas[0])), clinic.worker("w1", **of(replicas[1])):
         # The fleet is well before its first prompt and after it.
         clinic.wait_well()
@@ -112,21 +91,21 @@ def test_no_worker_then_a_fleet_that_is_well(clinic: Clinic, replicas: list[dict
             clinic.complete(MODEL, prompt(seed % 3, 40))
         report = clinic.wait_well()
         assert (report.workers, report.routers) == (2, 1)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = run_cli(*command)
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.startswith("all is well: 2 workers, 1 router")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_cli(*command)
     assert done.returncode == 1 and done.stdout.startswith("KV005 error fleet: no worker is registered")
 
 
-def test_kv009_a_fleet_that_drains(clinic: Clinic, replicas: list[dict[str, Any]]) -> None:
+def test_kv009_names_a_fleet_that_drains(clinic: Clinic, replicas: list[dict[str, Any]]) -> None:
     with clinic.worker("drained", **of(replicas[0])):
         clinic.router.wait_connected("drained")
         clinic.router.request("PATCH", "/workers/drained", {"state": "draining"})
         assert "draining" in clinic.find("KV009").evidence
 
 
-def test_kv101_an_engine_that_is_not_there(clinic: Clinic, engine: FakeEngine) -> None:
+def test_kv101_names_an_engine_that_is_not_there(clinic: Clinic, engine: FakeEngine) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with clinic.worker("gone", url=url) as subject:
         finding = clinic.find("KV101", subject)
@@ -134,12 +113,12 @@ def test_kv101_an_engine_that_is_not_there(clinic: Clinic, engine: FakeEngine) -
         assert "KV205" not in clinic.codes()
 
 
-def test_kv102_a_name_that_the_engine_does_not_serve(clinic: Clinic, replicas: list[dict[str, Any]]) -> None:
+def test_kv102_names_a_model_that_the_engine_does_not_serve(clinic: Clinic, replicas: list[dict[str, Any]]) -> None:
     with clinic.worker("named", **of(replicas[0], model="another")) as subject:
         assert "its engine serves sim" in clinic.find("KV102", subject).evidence
 
 
-def test_kv105_an_open_breaker(clinic: Clinic) -> None:
+def test_kv105_names_an_open_breaker(clinic: Clinic) -> None:
     with ScriptedEngine(reset) as scripted, clinic.worker("cut", "cut", url=scripted.url) as subject:
         for _ in range(FAILURES_TO_OPEN):
             with pytest.raises(RouterError):
@@ -147,7 +126,7 @@ def test_kv105_an_open_breaker(clinic: Clinic) -> None:
         assert clinic.find("KV105", subject).evidence
 
 
-def test_kv106_and_kv107_what_an_engine_says_of_its_disk_and_the_time(clinic: Clinic, http: EngineHttp) -> None:
+def test_kv106_and_kv107_name_what_an_engine_says_of_its_disk_and_the_time(clinic: Clinic, http: EngineHttp) -> None:
     http.metrics = b'vllm:kvrouter_offload_disk_off{engine="0"} 1.0\n'
     http.ahead_s = -60.0
     with clinic.worker("disk", url=http.url) as subject:
@@ -155,12 +134,12 @@ def test_kv106_and_kv107_what_an_engine_says_of_its_disk_and_the_time(clinic: Cl
         assert "behind this router's" in clinic.find("KV107", subject).evidence
 
 
-def test_kv201_no_event_endpoint(clinic: Clinic, http: EngineHttp) -> None:
+def test_kv201_names_a_missing_event_endpoint(clinic: Clinic, http: EngineHttp) -> None:
     with clinic.worker("silent", url=http.url) as subject:
         assert "--kv-events-config" in clinic.find("KV201", subject).fix
 
 
-def test_kv202_an_endpoint_that_says_nothing(
+def test_kv202_names_an_endpoint_that_says_nothing(
     clinic: Clinic, engine: FakeEngine, replicas: list[dict[str, Any]]
 ) -> None:
     registration = engine.registration("mute", MODEL, url=replicas[2]["url"])
@@ -172,13 +151,13 @@ def test_kv202_an_endpoint_that_says_nothing(
         assert f"it computed {UNHEARD_PROMPTS} prompts" in clinic.find("KV202", subject).evidence
 
 
-def test_kv203_two_workers_with_one_endpoint(clinic: Clinic, replicas: list[dict[str, Any]]) -> None:
+def test_kv203_names_two_workers_with_one_endpoint(clinic: Clinic, replicas: list[dict[str, Any]]) -> None:
     shared = {"endpoint": replicas[2]["events"], "replay_endpoint": replicas[2]["replay"]}
     with clinic.worker("right", **of(replicas[2])), clinic.worker("wrong", **(of(replicas[0]) | shared)) as subject:
         assert "is that of right too" in clinic.find("KV203", subject).evidence
 
 
-def test_kv204_swapped_endpoints(clinic: Clinic, engine: FakeEngine) -> None:
+def test_kv204_names_swapped_endpoints(clinic: Clinic, engine: FakeEngine) -> None:
     swapped: dict[str, Any] = {"endpoint": engine.replay_endpoint, "replay_endpoint": engine.endpoint}
     with clinic.worker("swapped", **swapped) as subject:
         finding = clinic.find("KV204", subject)
@@ -186,7 +165,7 @@ def test_kv204_swapped_endpoints(clinic: Clinic, engine: FakeEngine) -> None:
         assert [reported.code for reported in clinic.report().findings if reported.subject == subject] == ["KV204"]
 
 
-def test_kv205_closed_ports(clinic: Clinic, engine: FakeEngine, http: EngineHttp) -> None:
+def test_kv205_names_closed_ports(clinic: Clinic, engine: FakeEngine, http: EngineHttp) -> None:
     closed = f"tcp://127.0.0.1:{free_port()}"
     with clinic.worker("closed", url=http.url, endpoint=closed, replay_endpoint=engine.replay_endpoint) as subject:
         assert f"events endpoint {closed}: Connection refused" in clinic.find("KV205", subject).evidence
@@ -203,14 +182,14 @@ def test_kv205_names_the_ports_that_the_engine_names(clinic: Clinic, replicas: l
         assert [finding.code for finding in clinic.report().findings if finding.subject == subject].count("KV205") == 1
 
 
-def test_kv110_one_engine_with_two_names(clinic: Clinic, replicas: list[dict[str, Any]]) -> None:
+def test_kv110_names_one_engine_with_two_names(clinic: Clinic, replicas: list[dict[str, Any]]) -> None:
     with clinic.worker("one", **of(replicas[0])), clinic.worker("two", **of(replicas[0])):
         finding = clinic.find("KV110")
         assert finding.subject == "workers one and two" and "-X DELETE" in finding.fix
     assert "KV110" not in clinic.codes()
 
 
-def test_kv111_a_worker_that_drains(clinic: Clinic, replicas: list[dict[str, Any]]) -> None:
+def test_kv111_names_a_worker_that_drains(clinic: Clinic, replicas: list[dict[str, Any]]) -> None:
     with clinic.worker("draining", **of(replicas[0])) as subject, clinic.worker("serving", **of(replicas[1])):
         clinic.router.wait_connected("draining")
         clinic.router.wait_connected("serving")
@@ -221,18 +200,18 @@ def test_kv111_a_worker_that_drains(clinic: Clinic, replicas: list[dict[str, Any
         clinic.wait_gone("KV111")
 
 
-def test_kv206_another_program_at_an_endpoint(clinic: Clinic, http: EngineHttp, engine: FakeEngine) -> None:
+def test_kv206_names_another_program_at_an_endpoint(clinic: Clinic, http: EngineHttp, engine: FakeEngine) -> None:
     wrong: dict[str, Any] = {"endpoint": f"tcp://127.0.0.1:{http.port}", "replay_endpoint": engine.replay_endpoint}
     with clinic.worker("http", url=http.url, **wrong) as subject:
         assert "does not speak ZMQ" in clinic.find("KV206", subject).evidence
 
 
-def test_kv207_no_replay_endpoint(clinic: Clinic, engine: FakeEngine) -> None:
+def test_kv207_names_a_missing_replay_endpoint(clinic: Clinic, engine: FakeEngine) -> None:
     with clinic.worker("once", endpoint=engine.endpoint) as subject:
         clinic.find("KV207", subject)
 
 
-def test_kv208_events_that_do_not_come_for_another_reason(clinic: Clinic, engine: FakeEngine) -> None:
+def test_kv208_names_events_that_do_not_come_for_another_reason(clinic: Clinic, engine: FakeEngine) -> None:
     """Follow a server that greets as ZMQ does and never gets ready."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         connections: list[socket.socket] = []
@@ -258,14 +237,14 @@ def test_kv208_events_that_do_not_come_for_another_reason(clinic: Clinic, engine
                 connection.close()
 
 
-def test_kv301_hashes_of_an_unknown_seed(clinic: Clinic, engine: FakeEngine) -> None:
+def test_kv301_names_hashes_of_an_unknown_seed(clinic: Clinic, engine: FakeEngine) -> None:
     with clinic.worker(**engine.registration("seeded", "seeded")) as subject:
         clinic.router.wait_connected("seeded", engine.wait_subscribed)
         engine.publish(stored(prompt(1), 0, 4, chain=[1, 2, 3, 4]))
         assert "PYTHONHASHSEED" in clinic.find("KV301", subject).fix
 
 
-def test_kv302_a_scheme_that_nothing_verified(clinic: Clinic, engine: FakeEngine) -> None:
+def test_kv302_names_a_scheme_that_nothing_verified(clinic: Clinic, engine: FakeEngine) -> None:
     with clinic.worker(**engine.registration("assumed", "assumed")) as subject:
         clinic.router.wait_connected("assumed", engine.wait_subscribed)
         engine.publish(stored(prompt(1), 1, 4))
@@ -274,14 +253,14 @@ def test_kv302_a_scheme_that_nothing_verified(clinic: Clinic, engine: FakeEngine
         clinic.wait_well()
 
 
-def test_kv303_a_window_that_is_not_known(clinic: Clinic, engine: FakeEngine) -> None:
+def test_kv303_names_a_window_that_is_not_known(clinic: Clinic, engine: FakeEngine) -> None:
     with clinic.worker(**engine.registration("windowed", "windowed")) as subject:
         clinic.router.wait_connected("windowed", engine.wait_subscribed)
         engine.publish(stored(prompt(1), 0, 4, kind="sliding_window"))
         assert "without its window" in clinic.find("KV303", subject).evidence
 
 
-def test_kv304_a_hybrid_model_with_one_group(
+def test_kv304_names_a_hybrid_model_with_one_group(
     clinic: Clinic, engine: FakeEngine, http: EngineHttp, replicas: list[dict[str, Any]]
 ) -> None:
     for seed in range(2):
@@ -303,7 +282,7 @@ def test_kv304_a_hybrid_model_with_one_group(
         assert finding.severity is Severity.WARNING and "google/gemma-3-27b-it" in finding.evidence
 
 
-def test_kv305_engines_of_one_model_with_different_blocks(
+def test_kv305_names_engines_of_one_model_with_different_blocks(
     clinic: Clinic, engine: FakeEngine, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     other = FakeEngine(context)
@@ -323,14 +302,14 @@ def test_kv305_engines_of_one_model_with_different_blocks(
         other.close()
 
 
-def test_kv306_blocks_of_an_unknown_connector(clinic: Clinic, engine: FakeEngine) -> None:
+def test_kv306_names_blocks_of_an_unknown_connector(clinic: Clinic, engine: FakeEngine) -> None:
     with clinic.worker(**engine.registration("tiered", "tiered")) as subject:
         clinic.router.wait_connected("tiered", engine.wait_subscribed)
         engine.publish(stored(prompt(1), 0, 4), stored(prompt(1), 0, 4, medium="CPU", kind=None))
         assert "connectors without a hit rule" in clinic.find("KV306", subject).evidence
 
 
-def test_kv307_a_cpu_tier_that_refuses(clinic: Clinic, http: EngineHttp) -> None:
+def test_kv307_names_a_cpu_tier_that_refuses(clinic: Clinic, http: EngineHttp) -> None:
     http.metrics = b"vllm:kvrouter_offload_cpu_usage_perc 1.0\nvllm:kvrouter_offload_stores_refused_total 3.0\n"
     with clinic.worker("full", url=http.url) as subject:
         assert "100% of its slots" in clinic.find("KV307", subject).evidence
@@ -367,7 +346,7 @@ class Answers:
         ("KV403", Answers(0), ALONE_MIN),
     ],
 )
-def test_kv401_to_kv403_what_answers_say_of_predictions(
+def test_kv401_to_kv403_name_what_answers_say_of_predictions(
     clinic: Clinic, engine: FakeEngine, code: str, answers: Answers, requests: int
 ) -> None:
     with ScriptedEngine(answers) as scripted:
@@ -381,7 +360,7 @@ def test_kv401_to_kv403_what_answers_say_of_predictions(
             clinic.find(code, subject)
 
 
-def test_kv404_short_prompts(clinic: Clinic, replicas: list[dict[str, Any]]) -> None:
+def test_kv404_names_short_prompts(clinic: Clinic, replicas: list[dict[str, Any]]) -> None:
     with clinic.worker("short", **of(replicas[0])):
         compute(replicas[0], prompt(5, 40))
         shows(clinic, "short")
@@ -392,7 +371,9 @@ def test_kv404_short_prompts(clinic: Clinic, replicas: list[dict[str, Any]]) -> 
         assert f"{COUNTED_PROMPTS} of {COUNTED_PROMPTS} prompts were shorter than 16 tokens" in finding.evidence
 
 
-def test_kv405_engines_that_make_different_tokens(clinic: Clinic, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+def test_kv405_names_engines_that_make_different_tokens(
+    clinic: Clinic, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
     def renders(first: int) -> Any:
         async def script(asked: Asked, wire: Wire) -> None:
             ids = [first, *range(20)]

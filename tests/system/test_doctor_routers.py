@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import zmq
 
 from kvrouter.events.vllm.wire import WireStored
 from kvrouter.router.base.common.compiled import UNCOMPILED
@@ -95,13 +94,6 @@ def keyed(store: StoreServer, well: Clinic, tmp_path_factory: pytest.TempPathFac
         yield Clinic(router, KEY)
 
 
-@pytest.fixture
-def engine(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[FakeEngine]:
-    publisher = FakeEngine(context)
-    yield publisher
-    publisher.close()
-
-
 def test_a_router_with_a_redis_of_its_own_choice_is_well(well: Clinic, engine: FakeEngine) -> None:
     with well.worker(**engine.registration("w0", "m")):
         well.router.wait_connected("w0", engine.wait_subscribed)
@@ -110,7 +102,7 @@ def test_a_router_with_a_redis_of_its_own_choice_is_well(well: Clinic, engine: F
         assert (report.ok, report.workers, report.routers) == (True, 1, 1)
 
 
-def test_kv308_more_blocks_than_memory(well: Clinic, engine: FakeEngine) -> None:
+def test_kv308_names_more_blocks_than_memory(well: Clinic, engine: FakeEngine) -> None:
     rng = np.random.default_rng(1)
     with well.worker(**engine.registration("large", "m")) as subject:
         well.router.wait_connected("large", engine.wait_subscribed)
@@ -121,7 +113,7 @@ def test_kv308_more_blocks_than_memory(well: Clinic, engine: FakeEngine) -> None
         assert f"({SMALL_BUDGET})" in finding.evidence and "--mirror-budget-bytes" in finding.fix
 
 
-def test_kv501_and_kv604_a_redis_that_stands_still(well: Clinic, store: StoreServer) -> None:
+def test_kv501_and_kv604_name_a_redis_that_stands_still(well: Clinic, store: StoreServer) -> None:
     store.stop()
     try:
         assert "has not answered" in well.find("KV501", "Redis").evidence
@@ -148,7 +140,7 @@ def test_kv501_and_kv604_a_redis_that_stands_still(well: Clinic, store: StoreSer
         ("KV504", {"maxmemory": ""}, "its maxmemory"),
     ],
 )
-def test_kv502_to_kv504_settings_of_redis(
+def test_kv502_to_kv504_name_settings_of_redis(
     well: Clinic, store: StoreServer, code: str, setting: dict[str, Any], evidence: str
 ) -> None:
     client = store.client
@@ -165,7 +157,7 @@ def test_kv502_to_kv504_settings_of_redis(
     until(lambda: code not in well.codes(), "it is well again")
 
 
-def test_kv506_a_registration_that_no_router_wrote(well: Clinic, store: StoreServer) -> None:
+def test_kv506_names_a_registration_that_no_router_wrote(well: Clinic, store: StoreServer) -> None:
     store.client.sadd(keys.MODELS, "m")
     store.client.hset(keys.registry("m"), "w@x", b"\xff")
     store.client.incr(keys.REGISTRATIONS)
@@ -177,7 +169,7 @@ def test_kv506_a_registration_that_no_router_wrote(well: Clinic, store: StoreSer
     until(lambda: "KV506" not in well.codes(), "it is well again")
 
 
-def test_kv002_and_kv505_a_router_with_a_key_and_few_rights(keyed: Clinic) -> None:
+def test_kv002_and_kv505_name_a_router_with_a_key_and_few_rights(keyed: Clinic) -> None:
     assert Clinic(keyed.router).codes() == Clinic(keyed.router, "wrong").codes() == ["KV002"]
     finding = keyed.find("KV505", "Redis")
     assert "TIME" in finding.evidence and "CONFIG" not in finding.evidence
@@ -187,7 +179,7 @@ def test_kv002_and_kv505_a_router_with_a_key_and_few_rights(keyed: Clinic) -> No
     assert {finding.severity.value for finding in keyed.report().findings if finding.code == "KV505"} == {"note"}
 
 
-def test_kv003_kv004_kv601_and_kv603_another_version_and_another_time(odd: Clinic, well: Clinic) -> None:
+def test_kv003_kv004_kv601_and_kv603_name_another_version_and_another_time(odd: Clinic, well: Clinic) -> None:
     assert f"this command has version {VERSION}, the router 9.9" in odd.find("KV003").evidence
     assert "behind the router's" in odd.find("KV004").evidence
     assert "behind this router's" in odd.find("KV603").evidence
@@ -196,24 +188,24 @@ def test_kv003_kv004_kv601_and_kv603_another_version_and_another_time(odd: Clini
         assert "has 9.9" in evidence and f"has {VERSION}" in evidence
 
 
-def test_kv006_kv007_and_kv008_a_process_at_risk(odd: Clinic) -> None:
+def test_kv006_kv007_and_kv008_name_a_process_at_risk(odd: Clinic) -> None:
     assert "0.0.0.0 without an API key" in odd.find("KV006", "router").evidence
     assert "are not compiled" in odd.find("KV007", "router").evidence
     assert "a defect" in odd.find("KV008", "router").evidence
 
 
-def test_kv103_an_address_that_one_router_may_not_use(odd: Clinic, well: Clinic) -> None:
+def test_kv103_names_an_address_that_one_router_may_not_use(odd: Clinic, well: Clinic) -> None:
     with well.worker("elsewhere", url=f"http://localhost:{free_port()}") as subject:
         assert "localhost is not in the router's setting allow_hosts" in odd.find("KV103", subject).evidence
         assert "KV103" not in well.codes()
 
 
-def test_kv108_more_workers_than_one_router_follows(odd: Clinic, well: Clinic, engine: FakeEngine) -> None:
+def test_kv108_names_more_workers_than_one_router_follows(odd: Clinic, well: Clinic, engine: FakeEngine) -> None:
     with well.worker(**engine.registration("first", "m")), well.worker("second", url=f"http://127.0.0.1:{free_port()}"):
         assert "raise max_workers" in odd.find("KV108", "worker ").evidence
 
 
-def test_kv606_sources_that_contradict_each_other(tmp_path: Path) -> None:
+def test_kv606_names_sources_that_contradict_each_other(tmp_path: Path) -> None:
     path = tmp_path / "workers.yaml"
     path.write_text("- {worker_id: listed, url: 'http://127.0.0.1:2', model: m}\n")
     flags = ["--worker", "listed=http://127.0.0.1:1,model=m,events=tcp://127.0.0.1:1", "--workers-file", str(path)]
@@ -222,13 +214,13 @@ def test_kv606_sources_that_contradict_each_other(tmp_path: Path) -> None:
         assert evidence == "static registers it, too, and takes precedence"
 
 
-def test_kv104_and_kv605_what_sources_list(odd: Clinic, workers_file: Path) -> None:
+def test_kv104_and_kv605_name_what_sources_list(odd: Clinic, workers_file: Path) -> None:
     assert "its model is not known" in odd.find("KV104", "worker waiting (rank 0) of static").evidence
     workers_file.write_text("[")
     assert "is down" in odd.find("KV605", "source file").evidence
 
 
-def test_kv602_a_setting_that_differs(odd: Clinic, well: Clinic) -> None:
+def test_kv602_names_a_setting_that_differs(odd: Clinic, well: Clinic) -> None:
     evidence = well.find("KV602", "setting policy").evidence
     assert evidence.startswith("this router") and " has kv; router " in evidence and evidence.endswith(" has random")
     assert odd.find("KV602", "setting policy").evidence.startswith("this router has random")

@@ -188,7 +188,9 @@ def test_the_clients_are_those_of_dynamos_own_services(tmp_path: Path, pair: tup
     ]
 
 
-def test_a_client_of_the_selection_service(tmp_path: Path, pair: tuple[FakeEngine, FakeEngine]) -> None:
+def test_a_client_of_the_selection_service_is_answered_alike(
+    tmp_path: Path, pair: tuple[FakeEngine, FakeEngine]
+) -> None:
     # Nothing listens at the endpoints that the client names.
     with RouterProcess(tmp_path, ["--health-interval-s", "0"]) as router:
         check_alike(written(selection_exchanges(router.port, pair), pair), golden("selection"))
@@ -196,7 +198,7 @@ def test_a_client_of_the_selection_service(tmp_path: Path, pair: tuple[FakeEngin
         assert router.request("GET", "/workers") == {"workers": []}
 
 
-def test_a_client_of_the_indexer(router: RouterProcess, pair: tuple[FakeEngine, FakeEngine]) -> None:
+def test_a_client_of_the_indexer_is_answered_alike(router: RouterProcess, pair: tuple[FakeEngine, FakeEngine]) -> None:
     ours = written(indexer_exchanges(router.port, pair[0]), pair)
     # Dynamo's indexer lists no worker without a hit. A client that looks up a worker in the map gets the same result.
     by_hash = next(exchange for exchange in golden("indexer") if exchange.name == "query by hash")
@@ -204,7 +206,7 @@ def test_a_client_of_the_indexer(router: RouterProcess, pair: tuple[FakeEngine, 
     check_alike(ours, golden("indexer"))
 
 
-def test_a_client_of_mooncakes_rfc(router: RouterProcess, pair: tuple[FakeEngine, FakeEngine]) -> None:
+def test_a_client_of_mooncakes_rfc_is_served(router: RouterProcess, pair: tuple[FakeEngine, FakeEngine]) -> None:
     """Use the names of Mooncake's RFC: modelname, type, additionalsalt, tenant_id.
 
     Instance ids are texts, and hashes are u64.

@@ -6,31 +6,23 @@ The engines are processes, and they die.
 
 from __future__ import annotations
 
-import http.client
-import json
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
 
+from tests.support.exchange import exchange
 from tests.support.mortal_engine import POISON, MortalEngine
+from tests.support.prefill_pools import occupy
 from tests.support.router_process import RouterProcess
 
 ENGINES = 5
-WAIT_S = 30.0
 # Long enough to be computed by a prefill worker.
 PROMPT = [7] * 600
 POISONED = [*PROMPT, int(POISON)]
 
 
-@pytest.fixture(scope="module")
-def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
-    # Health checks are off: they would notice a death before the next attempt, and nothing here may depend on that.
-    flags = ["--health-interval-s", "0", "--handover-token-cost", "0", "--remote-prefill-min-tokens", "512"]
-    with RouterProcess(tmp_path_factory.mktemp("router"), flags) as process:
-        yield process
+ROUTER_FLAGS = ["--health-interval-s", "0", "--handover-token-cost", "0", "--remote-prefill-min-tokens", "512"]
 
 
 class Mortals:
@@ -50,26 +42,14 @@ class Mortals:
             stack.callback(router.request, "POST", "/unregister", {"worker_id": name})
 
     def ask(self, prompt: list[int], **headers: str) -> tuple[int, dict[str, str]]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.router.port, timeout=WAIT_S)
-        try:
-            body: dict[str, Any] = {"model": self.model, "prompt": prompt, "max_tokens": 4}
-            connection.request("POST", "/v1/completions", json.dumps(body), headers)
-            answer = connection.getresponse()
-            answer.read()
-            return answer.status, {name.lower(): value for name, value in answer.getheaders()}
-        finally:
-            connection.close()
+        body = {"model": self.model, "prompt": prompt, "max_tokens": 4}
+        answer = exchange(self.router.port, "POST", "/v1/completions", body, headers)
+        return answer.status, answer.headers
 
     def occupy(self, *names: str) -> None:
         """Reserve load at workers, as if much was queued there, so that a hand-over pays."""
         for name in names:
-            body = {
-                "model": self.model,
-                "worker_id": name,
-                "isl_tokens": 60_000,
-                "selection_id": f"{self.model}-{name}",
-            }
-            self.router.request("POST", "/reservations", body)
+            occupy(self.router, self.model, name)
 
     def free(self, name: str) -> None:
         self.router.request("DELETE", f"/reservations/{self.model}-{name}")

@@ -17,7 +17,7 @@ import pytest
 
 from kvrouter.router.app.diagnosis.event_checks import UNHEARD_PROMPTS
 from tests.support.clinic import Clinic
-from tests.support.fake_engine import BLOCK, FakeEngine, prompt, stored
+from tests.support.fake_engine import BLOCK, FakeEngine, NewEngine, prompt, stored
 from tests.support.fleet import held, rows, until
 from tests.support.router_process import RouterProcess
 from tests.support.scripted_engine import Asked, ScriptedEngine, Wire, plain
@@ -76,9 +76,8 @@ def is_judged_silent(clinic: Clinic) -> bool:
 
 
 @pytest.fixture
-def engine(context: Any, engines: list[FakeEngine]) -> Iterator[Engine]:
-    events = FakeEngine(context)
-    engines.append(events)
+def engine(new_engine: NewEngine) -> Iterator[Engine]:
+    events = new_engine()
     with ScriptedEngine(tell_nothing) as http:
         yield Engine(http, events)
 

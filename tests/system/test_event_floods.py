@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fake_engine import FakeEngine, prompt, stored
+from tests.support.fake_engine import NewEngine, prompt, stored
 from tests.support.fleet import until
 from tests.support.flooding import flooding
 from tests.support.router_process import RouterProcess
@@ -43,14 +43,12 @@ def peak_bytes(pid: int) -> int:
     ],
 )
 def test_a_source_that_sends_no_message_that_can_be_read_is_cut_off(
-    tmp_path: Path, engines: list[FakeEngine], context: object, mode: str, socket_type: str, reason: str
+    tmp_path: Path, new_engine: NewEngine, mode: str, socket_type: str, reason: str
 ) -> None:
     with ExitStack() as stack:
         router = stack.enter_context(RouterProcess(tmp_path / "router"))
-        quiet, live = FakeEngine(context), FakeEngine(context)  # type: ignore[arg-type]
-        engines += [quiet, live]
-        router.request("POST", "/register", quiet.registration("quiet", MODEL))
-        router.wait_connected("quiet", quiet.wait_subscribed)
+        quiet, live = new_engine(), new_engine()
+        quiet.join(router, "quiet", MODEL)
         port, _ = stack.enter_context(flooding("zmtp_flooder.py", mode, socket_type))
         at = f"tcp://127.0.0.1:{port}"
         noisy = {"worker_id": "noisy", "model": MODEL, "patch_endpoint": "off"}

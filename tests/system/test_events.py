@@ -17,7 +17,7 @@ import pytest
 from tests.support.churn import KINDS, Churn
 from tests.support.event_reader import EventReader
 from tests.support.fleet import paused, register, rows, until, until_right, wait_seqs
-from tests.support.flooding import flood
+from tests.support.flooding import begin, flood
 from tests.support.router_process import RouterError, RouterProcess
 from tests.support.store_server import StoreServer
 
@@ -80,7 +80,7 @@ def test_the_events_of_every_router_add_up_to_what_the_engines_hold(tmp_path: Pa
         )
 
 
-def test_who_comes_back_misses_nothing_and_a_restart_is_said(tmp_path: Path) -> None:
+def test_a_client_that_comes_back_misses_nothing_and_hears_of_a_restart(tmp_path: Path) -> None:
     with Churn(2, 2_000) as churn:
         with RouterProcess(tmp_path) as router:
             with EventReader(router.port, "?hashes=true") as first:
@@ -148,9 +148,7 @@ def test_clients_that_read_nothing_share_their_memory_and_are_cut(tmp_path: Path
         port, flooder = stack.enter_context(flood(5_000))
         router.request("POST", "/register", {"worker_id": "w", "model": "m", "endpoint": f"tcp://127.0.0.1:{port}"})
         router.wait_connected("w")
-        assert flooder.stdin is not None
-        flooder.stdin.write(b"go\n")
-        flooder.stdin.flush()
+        begin(flooder)
         # Measure after the flood, which costs memory too.
         router.wait_seen("w", FLOODED_BATCHES)
         before = peak_bytes(router.pid)

@@ -6,16 +6,15 @@ The other workers are not affected.
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-import zmq
 
 from kvrouter.events.vllm.wire import WireStored
-from tests.support.fake_engine import FakeEngine, prompt, stored
-from tests.support.flooding import flood
+from tests.support.fake_engine import NewEngine, prompt, stored
+from tests.support.fleet import until
+from tests.support.flooding import begin, flood
 from tests.support.router_process import RouterError, RouterProcess
 
 MODEL, NOISY = "quiet-model", "noisy-model"
@@ -27,21 +26,15 @@ BATCHES = 60
 
 
 @pytest.mark.parametrize("blocks", [1, 5_000])
-def test_a_flood_keeps_nobody_waiting(
-    blocks: int, router: RouterProcess, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine]
-) -> None:
-    quiet = FakeEngine(context)
-    engines.append(quiet)
+def test_a_flood_keeps_nobody_waiting(blocks: int, router: RouterProcess, new_engine: NewEngine) -> None:
+    quiet = new_engine()
     name = f"quiet{blocks}"
-    router.request("POST", "/register", quiet.registration(name, MODEL))
-    router.wait_connected(name, quiet.wait_subscribed)
+    quiet.join(router, name, MODEL)
     with flood(blocks) as (port, process):
         noisy = {"worker_id": "noisy", "model": NOISY, "endpoint": f"tcp://127.0.0.1:{port}", "patch_endpoint": "off"}
         router.request("POST", "/register", noisy)
         router.wait_connected("noisy")
-        assert process.stdin is not None
-        process.stdin.write(b"go\n")
-        process.stdin.flush()
+        begin(process)
         before = router.wait_seen("noisy", 100)["seq"]
         for number in range(ROUNDS):
             tokens = prompt(1_000 * blocks + number, 2)
@@ -58,15 +51,11 @@ def test_a_flood_keeps_nobody_waiting(
 
 
 def test_what_a_full_mirror_refuses_is_counted_and_told_and_the_rest_goes_on(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    context: zmq.Context[zmq.Socket[bytes]],
-    engines: list[FakeEngine],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_engine: NewEngine
 ) -> None:
     monkeypatch.setenv("KVROUTER_MIRROR_BUDGET_BYTES", str(SMALL_BUDGET))
     monkeypatch.setenv("KVROUTER_MAX_WORKERS", "2")
-    small, large = FakeEngine(context), FakeEngine(context)
-    engines += [small, large]
+    small, large = new_engine(), new_engine()
     rng = np.random.default_rng(1)
     with RouterProcess(tmp_path) as router:
         for name, engine in (("small", small), ("large", large)):
@@ -110,13 +99,12 @@ def test_four_hundred_workers_have_sockets_enough(router: RouterProcess) -> None
     for name in names:
         body = {"worker_id": name, "model": "many", "endpoint": "tcp://127.0.0.1:9", "patch_endpoint": "off"}
         router.request("POST", "/register", body)
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        rows = [row for row in router.request("GET", "/workers")["workers"] if row["model"] == "many"]
-        if all(row["reason"] for row in rows):
-            break
-        time.sleep(0.1)
-    assert not [row["reason"] for row in rows if "cannot subscribe" in row["reason"]]
+
+    def reasons() -> list[str]:
+        return [row["reason"] for row in router.request("GET", "/workers")["workers"] if row["model"] == "many"]
+
+    until(lambda: all(reasons()), "workers have no reason")
+    assert not any("cannot subscribe" in reason for reason in reasons())
     for name in names:
         router.unregister(name)
     assert "Traceback" not in router.log_tail()

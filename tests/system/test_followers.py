@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,6 @@ ENGINES = 4
 RATE = 2_000.0
 # Long enough for every router to look, and to hand over workers if it would.
 SETTLED_S = 4.0
-
-
-@pytest.fixture
-def churn() -> Iterator[Churn]:
-    with Churn(ENGINES, RATE) as churn:
-        yield churn
 
 
 def live(router: RouterProcess) -> bool:

@@ -10,11 +10,10 @@ import http.client
 from typing import Any
 
 import pytest
-import zmq
 from hypothesis import HealthCheck, given, settings
 
 from tests.property.test_api_fuzz import bodies
-from tests.support.fake_engine import FakeEngine, prompt, stored
+from tests.support.fake_engine import NewEngine, prompt, stored
 from tests.support.router_process import RouterProcess
 
 TOKENS = prompt(1)
@@ -28,13 +27,9 @@ EXAMPLES = 400
 
 
 @pytest.mark.parametrize("path", list(GOOD))
-def test_no_body_harms_a_running_router(
-    path: str, router: RouterProcess, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine]
-) -> None:
-    engine = FakeEngine(context)
-    engines.append(engine)
-    router.request("POST", "/register", engine.registration("w0", MODEL, url="http://127.0.0.1:1"))
-    router.wait_connected("w0", engine.wait_subscribed)
+def test_no_body_harms_a_running_router(path: str, router: RouterProcess, new_engine: NewEngine) -> None:
+    engine = new_engine()
+    engine.join(router, "w0", MODEL, url="http://127.0.0.1:1")
     router.wait_seen("w0", engine.publish(stored(TOKENS, 0, 12)))
     connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=10)
 

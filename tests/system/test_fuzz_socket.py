@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from kvrouter.events.vllm.codec import encode_batch
-from tests.support.fake_engine import FakeEngine, hashes, prompt, removed, stored
+from tests.support.fake_engine import NewEngine, hashes, prompt, removed, stored
 from tests.support.router_process import RouterProcess
 
 MESSAGES = 10_000
@@ -87,16 +87,9 @@ def publisher(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[zmq.Socket[by
     socket.close(linger=0)
 
 
-def test_garbage_costs_only_itself(
-    router: RouterProcess,
-    context: zmq.Context[zmq.Socket[bytes]],
-    engines: list[FakeEngine],
-    publisher: zmq.Socket[bytes],
-) -> None:
-    bystander = FakeEngine(context)
-    engines.append(bystander)
-    router.request("POST", "/register", bystander.registration("bystander", "fuzz"))
-    router.wait_connected("bystander", bystander.wait_subscribed)
+def test_garbage_costs_only_itself(router: RouterProcess, new_engine: NewEngine, publisher: zmq.Socket[bytes]) -> None:
+    bystander = new_engine()
+    bystander.join(router, "bystander", "fuzz")
     router.wait_seen("bystander", bystander.publish(stored(TOKENS, 0, 12)))
     port = publisher.bind_to_random_port("tcp://127.0.0.1")
     victim = {"worker_id": "victim", "model": "fuzz", "endpoint": f"tcp://127.0.0.1:{port}"}

@@ -31,6 +31,7 @@ from tests.support.envoy_process import (
     EnvoyProcess,
     endpoint_of,
 )
+from tests.support.exchange import exchange
 from tests.support.fleet import settle, until, wait_live
 from tests.support.ports import free_port
 from tests.support.replica_process import MODEL, replicas, worker_flags
@@ -98,16 +99,9 @@ def post(
     port: int, body: Any, headers: dict[str, str] | None = None, path: str = COMPLETIONS, expected: int = 200
 ) -> tuple[Any, dict[str, str]]:
     """Return the decoded answer and its headers."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
-    try:
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        connection.request("POST", path, content, {"content-type": "application/json", **(headers or {})})
-        answer = connection.getresponse()
-        data = answer.read()
-        assert answer.status == expected, (answer.status, data[:500])
-        return json.loads(data), {name.lower(): value for name, value in answer.getheaders()}
-    finally:
-        connection.close()
+    answer = exchange(port, "POST", path, body, headers)
+    assert answer.status == expected, (answer.status, answer.content[:500])
+    return answer.json(), answer.headers
 
 
 def cached(answer: Any) -> int:
@@ -151,18 +145,10 @@ def test_every_prediction_is_what_the_engine_reused(site: Site, name: str) -> No
 
 def streamed(port: int, body: Any, headers: dict[str, str] | None = None) -> tuple[int, dict[str, str]]:
     """Return the cached tokens and the headers of a stream."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
-    try:
-        connection.request(
-            "POST", COMPLETIONS, json.dumps(body), {"content-type": "application/json", **(headers or {})}
-        )
-        answer = connection.getresponse()
-        assert answer.status == 200
-        events = answer.read().split(b"\n\n")
-        assert events[-2:] == [b"data: [DONE]", b""]
-        return cached(json.loads(events[-3].removeprefix(b"data: "))), dict(answer.getheaders())
-    finally:
-        connection.close()
+    answer = exchange(port, "POST", COMPLETIONS, body, headers)
+    events = answer.content.split(b"\n\n")
+    assert answer.status == 200 and events[-2:] == [b"data: [DONE]", b""]
+    return cached(json.loads(events[-3].removeprefix(b"data: "))), answer.headers
 
 
 def test_many_clients_at_once_lose_nothing(site: Site) -> None:
@@ -215,7 +201,7 @@ def test_openais_client_sees_an_openai_server(site: Site) -> None:
     site.wait_idle()
 
 
-def test_anthropics_client_too(site: Site) -> None:
+def test_anthropics_client_sees_an_anthropic_server(site: Site) -> None:
     system: Any = "You are brief." + " bada bede" * 200
     with anthropic.Anthropic(base_url=f"http://127.0.0.1:{site.held.port}", api_key="x", max_retries=0) as client:
         for _ in range(2):
@@ -341,7 +327,7 @@ def test_pieces_behind_a_refusal_get_no_second_one(site: Site) -> None:
     assert len(replies) == 1 and b"max_body_bytes" in replies[0]
 
 
-def test_http_2_clients(site: Site, tmp_path: Path) -> None:
+def test_clients_of_http_2_are_served(site: Site, tmp_path: Path) -> None:
     # An Envoy before the gateway speaks HTTP/2 to it.
     gateway = f"http://127.0.0.1:{site.duplex.port}"
     with EnvoyProcess(tmp_path, [gateway], picker_port=None, how=ROUND_ROBIN, http2=True) as front:
@@ -409,7 +395,7 @@ def test_a_request_with_trailers_is_picked_at_once(
         site.wait_idle()
 
 
-def test_the_health_service(site: Site) -> None:
+def test_the_health_service_answers_for_each_of_its_names(site: Site) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{site.gateway_port}") as channel:
         check = channel.unary_unary("/grpc.health.v1.Health/Check")
         for name in ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"):

@@ -16,7 +16,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,9 +27,10 @@ import pytest
 
 from tests.support.certificates import Authority, Pair
 from tests.support.envoy_process import BUFFERED, FULL_DUPLEX, ORIGINAL_DST, OVERRIDE_HOST, EnvoyProcess
+from tests.support.exchange import exchange, listens
 from tests.support.fleet import until
 from tests.support.ports import free_port
-from tests.support.prefill_pools import COMPLETIONS, ROUTER_FLAGS, Pools, tokens
+from tests.support.prefill_pools import COMPLETIONS, POOL_FLAGS, Pools, tokens
 from tests.support.replica_process import ReplicaProcess, worker_flags
 from tests.support.router_process import RouterProcess
 from tests.support.scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, plain
@@ -105,17 +105,11 @@ def stage(folder: Path, scripts: list[Any], *flags: str) -> Iterator[Stage]:
 
 def post(port: int, **more: Any) -> tuple[int, dict[str, str], bytes]:
     """Return status, headers and body; the status is 0 if the connection broke."""
-    headers = {"content-type": "application/json", **more.pop("headers", {})}
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+    headers = more.pop("headers", {})
     try:
-        connection.request("POST", COMPLETIONS, json.dumps(BODY | more), headers)
-        answer = connection.getresponse()
-        data = answer.read()
-        return answer.status, {name.lower(): value for name, value in answer.getheaders()}, data
+        return exchange(port, "POST", COMPLETIONS, BODY | more, headers)
     except (OSError, http.client.HTTPException) as error:
         return 0, {}, repr(error).encode()
-    finally:
-        connection.close()
 
 
 def begun_stream(port: int) -> tuple[socket.socket, str]:
@@ -131,14 +125,6 @@ def begun_stream(port: int) -> tuple[socket.socket, str]:
         data += piece
     selection = next(line for line in data.split(b"\r\n") if line.startswith(b"x-kvrouter-selection-id: "))
     return connection, selection.partition(b": ")[2].decode()
-
-
-def listens(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), TIMEOUT_S).close()
-    except ConnectionRefusedError:
-        return False
-    return True
 
 
 def outcome(router: RouterProcess, selection: str) -> str:
@@ -313,13 +299,10 @@ def test_fail_open_goes_on_without_a_picker_that_is_slow(tmp_path: Path) -> None
 def test_responses_are_placed_and_followed(tmp_path: Path) -> None:
     usage = {"input_tokens": 7, "output_tokens": 2, "input_tokens_details": {"cached_tokens": 0}}
     with stage(tmp_path, [plain(json.dumps({"object": "response", "usage": usage}).encode())]) as site:
-        connection = http.client.HTTPConnection("127.0.0.1", site.envoy().port, timeout=TIMEOUT_S)
-        connection.request("POST", "/v1/responses", json.dumps({"model": "m", "input": "hello"}))
-        answer = connection.getresponse()
-        assert json.loads(answer.read())["usage"] == usage
-        recorded = site.router.request("GET", f"/decisions/{answer.getheader('x-kvrouter-selection-id')}")["outcome"]
+        answer = exchange(site.envoy().port, "POST", "/v1/responses", {"model": "m", "input": "hello"})
+        assert answer.json()["usage"] == usage
+        recorded = site.router.request("GET", f"/decisions/{answer.headers['x-kvrouter-selection-id']}")["outcome"]
         assert (recorded["outcome"], recorded["prompt_tokens"], recorded["completion_tokens"]) == ("ok", 7, 2)
-        connection.close()
 
 
 @pytest.mark.parametrize(
@@ -357,7 +340,7 @@ def test_a_prompt_that_waits_in_line_ends_with_its_client(tmp_path: Path) -> Non
         assert not [asked for asked in site.engines[0].asked if asked.target == COMPLETIONS]
 
 
-def test_a_drained_worker_and_none_left(tmp_path: Path) -> None:
+def test_a_drained_worker_gets_no_prompt_and_none_left_is_a_503(tmp_path: Path) -> None:
     with stage(tmp_path, [answers, answers]) as site:
         envoy = site.envoy()
         site.router.request("PATCH", "/workers/w0", {"state": "draining"})
@@ -453,14 +436,13 @@ def test_a_certificate_is_read_again_when_it_changes(tmp_path: Path) -> None:
         assert post(envoy.port)[0] == 200
         assert "one" in presented(site.gateway_port)
         write("two")
-        deadline = time.monotonic() + TIMEOUT_S
-        while "two" not in presented(site.gateway_port):
-            assert time.monotonic() < deadline
+        until(lambda: "two" in presented(site.gateway_port), "the new certificate is not read")
         (tmp_path / "cert.pem").unlink()
         os.mkfifo(tmp_path / "cert.pem")
-        while not any("not a regular file" in reason for reason in site.router.request("GET", "/health")["reasons"]):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(
+            lambda: "not a regular file" in str(site.router.request("GET", "/health")["reasons"]),
+            "the file is not named",
+        )
         assert "two" in presented(site.gateway_port)
         assert post(envoy.port)[0] == 200
 
@@ -499,7 +481,7 @@ def test_several_processes_share_the_port(tmp_path: Path) -> None:
 def pools(tmp_path: Path) -> Iterator[tuple[Pools, EnvoyProcess]]:
     port = free_port()
     with (
-        RouterProcess(tmp_path / "router", ["--gateway-port", str(port), *ROUTER_FLAGS]) as router,
+        RouterProcess(tmp_path / "router", ["--gateway-port", str(port), *POOL_FLAGS]) as router,
         EnvoyProcess(tmp_path / "envoy", [], picker_port=port) as envoy,
         ExitStack() as stack,
     ):

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
+from tests.support.fleet import until
 from tests.support.prefill_pools import (
     COMPLETIONS,
     MODELS,
+    POOL_FLAGS,
     WAIT_S,
     Pools,
     is_idle,
     outcomes,
-    router_of_pools,
     tokens,
-    until,
 )
 from tests.support.router_process import RouterProcess
 from tests.support.scripted_engine import Asked, ScriptedEngine, Wire, hang, plain, reset
@@ -33,10 +33,7 @@ ANSWER = json.dumps({"choices": [], "usage": {"completion_tokens": 1}}).encode()
 GIVES = json.dumps({"kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [[1]]}}).encode()
 
 
-@pytest.fixture(scope="module")
-def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
-    with router_of_pools(tmp_path_factory.mktemp("router")) as process:
-        yield process
+ROUTER_FLAGS = POOL_FLAGS
 
 
 @pytest.fixture

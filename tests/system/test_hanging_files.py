@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from tests.support.certificates import Authority
+from tests.support.fleet import until
 from tests.support.router_process import RouterProcess
 
-WAIT_S = 20.0
 OLD_KEY, NEW_KEY = "a-key-that-is-revoked", "a-key-that-takes-its-place"
 
 
@@ -29,13 +27,6 @@ def replace_by_fifo(file: Path) -> None:
     fifo = file.with_suffix(".fifo")
     os.mkfifo(fifo)
     fifo.rename(file)
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 def test_a_file_that_hangs_stops_neither_the_others_nor_the_end(tmp_path: Path) -> None:

@@ -3,40 +3,22 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from typing import Any
-
-import zmq
 
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.store import keys
-from tests.support.fake_engine import FakeEngine, hashes, prompt, removed, stored
+from tests.support.fake_engine import NewEngine, hashes, prompt, removed, stored
 from tests.support.router_process import RouterProcess
 from tests.support.store_server import wait_stored
 
 TOKENS = prompt(1)
 MODEL = "m"
-# Several times the default lease (1.5 s).
-WAIT_S = 15.0
 
 
-def until(router: RouterProcess, reached: Any) -> dict[str, Any]:
-    deadline = time.monotonic() + WAIT_S
-    while not reached(row := router.worker("w0")):
-        assert time.monotonic() < deadline, row
-        time.sleep(0.05)
-    return row
-
-
-def test_a_lost_lease_is_noticed_and_survived(
-    tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine]
-) -> None:
-    engine = FakeEngine(context)
-    engines.append(engine)
+def test_a_lost_lease_is_noticed_and_survived(tmp_path: Path, new_engine: NewEngine) -> None:
+    engine = new_engine()
     with RouterProcess(tmp_path) as router, router.store() as store:
-        router.request("POST", "/register", engine.registration("w0", MODEL))
-        router.wait_connected("w0", engine.wait_subscribed)
+        engine.join(router, "w0", MODEL)
         before = router.wait_seen("w0", engine.publish(stored(TOKENS, 0, 12)))
         wait_stored(store, {WorkerKey(MODEL, "w0"): before["seq"]})
         worker = WorkerKey(MODEL, "w0")
@@ -46,12 +28,12 @@ def test_a_lost_lease_is_noticed_and_survived(
         store.set(keys.router_lease("another-router"), 1, px=5_000)
         store.set(keys.lease(worker), f"another-router:{number}")
         # No router reports that it follows the worker, so the state that this router knows is in doubt.
-        row = until(router, lambda row: "no router follows this worker" in row["reason"])
+        row = router.wait_row("w0", lambda row: "no router follows this worker" in row["reason"])
         assert row["state"] == "suspect"
         seq = engine.publish(*removed(hashes(TOKENS)[6:]))
         assert store.hget(keys.meta(worker), keys.META_SEQ) == b"0"
         # The other router's lease runs out, and a replay makes up for the missed batches.
-        row = until(router, lambda row: row["seq"] == seq)
+        row = router.wait_row("w0", lambda row: row["seq"] == seq)
         assert row["epoch"] == before["epoch"] and row["state"] == "live"
         answer = router.request("POST", "/query", {"model": MODEL, "token_ids": TOKENS})["instances"]["w0"]
         assert answer["gpu"] == 96

@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
-from urllib.error import HTTPError
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -17,6 +15,7 @@ import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrouter.router.base.common.ids import WorkerKey
+from tests.support.exchange import exchange, run_cli
 from tests.support.fake_engine import FakeEngine, prompt, stored
 from tests.support.router_process import RouterProcess
 from tests.support.store_server import wait_stored
@@ -60,20 +59,14 @@ REFUSED = ["", " \t\n", "x" * 513, "x" * 10_000, "lone\ud800surrogate", "\udfff"
 TOKENS = prompt(1)
 
 
-def post(router: RouterProcess, path: str, body: object, method: str = "POST") -> tuple[int, dict]:
-    data = json.dumps(body).encode()
-    request = urllib.request.Request(f"http://127.0.0.1:{router.port}{path}", data, method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return answer.status, json.loads(answer.read())
-    except HTTPError as error:
-        return error.code, json.loads(error.read())
+def post(router: RouterProcess, path: str, body: object, method: str = "POST") -> tuple[int, Any]:
+    answer = exchange(router.port, method, path, body)
+    return answer.status, answer.json()
 
 
 def command(router: RouterProcess, *arguments: str) -> str:
-    line = [sys.executable, "-m", "kvrouter.router.cli", *arguments, "--url", f"http://127.0.0.1:{router.port}"]
-    done = subprocess.run(line, capture_output=True, timeout=60)
-    return (done.stdout + done.stderr).decode()
+    done = run_cli(*arguments, "--url", f"http://127.0.0.1:{router.port}")
+    return done.stdout + done.stderr
 
 
 def is_safe(shown: str) -> bool:

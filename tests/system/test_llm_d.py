@@ -8,13 +8,13 @@ import os
 import shutil
 import subprocess
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.support.exchange import post
 from tests.support.replica_process import MODEL, ReplicaProcess
 from tests.support.router_process import RouterProcess
 
@@ -32,7 +32,7 @@ def test_the_hits_that_llm_ds_scheduler_gets_are_what_replicas_reuse(tmp_path: P
     with ReplicaProcess(tmp_path / "0", sizes) as cold, ReplicaProcess(tmp_path / "1", sizes) as warm:
         workers = ["--worker", cold.spec("pod-0"), "--worker", warm.spec("pod-1")]
         with RouterProcess(tmp_path / "router", [*workers, "--api-key", KEY]) as router:
-            call(f"{warm.endpoints['url']}/v1/completions", body)
+            post(warm.endpoints["url"], "/v1/completions", body)
             headers = {"authorization": f"Bearer {KEY}"}
             deadline = time.monotonic() + WAIT_S
             while True:
@@ -42,7 +42,7 @@ def test_the_hits_that_llm_ds_scheduler_gets_are_what_replicas_reuse(tmp_path: P
                     break
                 assert time.monotonic() < deadline, answer
                 time.sleep(0.05)
-            usage = call(f"{warm.endpoints['url']}/v1/completions", body)["usage"]
+            usage = post(warm.endpoints["url"], "/v1/completions", body)["usage"]
             fleet: dict[str, Any] = {
                 "url": f"http://127.0.0.1:{router.port}",
                 "api_key": KEY,
@@ -81,9 +81,3 @@ def go(folder: Path, *words: str, **environment: str) -> subprocess.CompletedPro
     return subprocess.run(
         ["go", *words], cwd=ADAPTER / "query", env={**os.environ, **own, **environment}, capture_output=True, text=True
     )
-
-
-def call(url: str, body: Any) -> Any:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
-        return json.loads(answer.read())

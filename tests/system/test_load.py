@@ -7,16 +7,14 @@ It is reserved at one router, seen and ended at another, and gone with the proce
 from __future__ import annotations
 
 import concurrent.futures
-import http.client
-import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.engine_http import EngineHttp
+from tests.support.exchange import exchange
 from tests.support.fleet import until
 from tests.support.router_process import RouterError, RouterProcess
 from tests.support.store_server import StoreServer
@@ -27,14 +25,12 @@ TOKENS = 1_000
 
 
 @pytest.fixture
-def pair(tmp_path: Path, server: StoreServer) -> Iterator[tuple[RouterProcess, RouterProcess]]:
-    with (
-        RouterProcess(tmp_path / "a", ["--redis", server.url]) as one,
-        RouterProcess(tmp_path / "b", ["--redis", server.url]) as two,
-    ):
-        add_workers(one)
-        until(lambda: len(loads(two)) == len(WORKERS), "the second router does not know the workers")
-        yield one, two
+def pair(pair: tuple[RouterProcess, RouterProcess]) -> tuple[RouterProcess, RouterProcess]:
+    """Register the workers at the first of two routers."""
+    one, two = pair
+    add_workers(one)
+    until(lambda: len(loads(two)) == len(WORKERS), "the second router does not know the workers")
+    return pair
 
 
 def add_workers(router: RouterProcess) -> None:
@@ -62,15 +58,6 @@ def reserve(router: RouterProcess, seed: int, **fields: Any) -> dict[str, Any]:
     return dict(answer)
 
 
-def status(router: RouterProcess, method: str, path: str) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=30)
-    connection.request(method, path)
-    answer = connection.getresponse()
-    answer.read()
-    connection.close()
-    return answer.status
-
-
 def is_idle(router: RouterProcess) -> bool:
     return not requests(router) and not any(queued(router).values())
 
@@ -93,8 +80,8 @@ def test_a_reservation_ends_at_any_router(pair: tuple[RouterProcess, RouterProce
     assert requests(one) == 0
     until(lambda: is_idle(two), "what was released still counts")
     for router in pair:
-        assert status(router, "DELETE", f"/reservations/{selection_id}") == 404
-        assert status(router, "POST", f"/reservations/{selection_id}/prefill_complete") == 404
+        assert exchange(router.port, "DELETE", f"/reservations/{selection_id}").status == 404
+        assert exchange(router.port, "POST", f"/reservations/{selection_id}/prefill_complete").status == 404
 
 
 def test_routers_agree_whatever_happens_where(pair: tuple[RouterProcess, RouterProcess]) -> None:
@@ -146,7 +133,7 @@ def test_without_the_store_each_counts_its_own_and_says_so(
 
     until(says_so, "nothing is said of it")
     until(lambda: requests(two) == 0, "what is no longer heard still counts")
-    assert status(two, "DELETE", f"/reservations/{reservation['selection_id']}") == 503
+    assert exchange(two.port, "DELETE", f"/reservations/{reservation['selection_id']}").status == 503
     assert reserve(two, 2)["worker_id"] in WORKERS
     server.start()
     until(lambda: requests(one) == requests(two) == 2, "the routers do not find together again")
@@ -173,21 +160,12 @@ def test_a_client_that_knows_only_the_selection_service(tmp_path: Path) -> None:
         for _ in range(2):
             assert router.request("POST", "/reservations/mine/prefill_complete") == {"status": "ok"}
         booked = {"selection_id": "other", "worker_id": 1, "model_name": MODEL, "token_ids": list(range(64))}
-        assert status_of(router, "/reservations", booked) == 201
+        assert exchange(router.port, "POST", "/reservations", booked).status == 201
         assert queued(router) == {1: 64}
         for selection_id in ("mine", "other"):
             assert router.request("DELETE", f"/reservations/{selection_id}") == {"status": "ok"}
-        assert status(router, "DELETE", "/reservations/mine") == 404
+        assert exchange(router.port, "DELETE", "/reservations/mine").status == 404
         assert is_idle(router)
-
-
-def status_of(router: RouterProcess, path: str, body: dict[str, Any]) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=30)
-    connection.request("POST", path, json.dumps(body))
-    answer = connection.getresponse()
-    answer.read()
-    connection.close()
-    return answer.status
 
 
 def test_saturated_workers_take_no_reservation_and_say_when_to_come_again(tmp_path: Path) -> None:
@@ -195,12 +173,8 @@ def test_saturated_workers_take_no_reservation_and_say_when_to_come_again(tmp_pa
         add_workers(router)
         for seed in range(len(WORKERS)):
             reserve(router, seed)
-        connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=30)
-        connection.request("POST", "/select_and_reserve", json.dumps({"model": MODEL, "token_ids": [1] * TOKENS}))
-        answer = connection.getresponse()
-        error = json.loads(answer.read())["error"]
-        connection.close()
-        assert (answer.status, error["code"]) == (503, "saturated")
+        answer = exchange(router.port, "POST", "/select_and_reserve", {"model": MODEL, "token_ids": [1] * TOKENS})
+        assert (answer.status, answer.json()["error"]["code"]) == (503, "saturated")
         assert int(answer.headers["retry-after"]) >= 1
         chosen = router.request("POST", "/select", {"model": MODEL, "token_ids": [1] * TOKENS})
         assert chosen["reason"].endswith("all workers are saturated")
@@ -235,11 +209,8 @@ def test_several_processes_behind_one_port_are_one(tmp_path: Path) -> None:
             reservation: dict[str, Any] = {}
 
             def answered() -> bool:
-                connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=30)
                 body = {"model": MODEL, "token_ids": [seed] * TOKENS}
-                connection.request("POST", "/select_and_reserve", json.dumps(body))
-                reservation.update(json.loads(connection.getresponse().read()))
-                connection.close()
+                reservation.update(exchange(router.port, "POST", "/select_and_reserve", body).json())
                 return "selection_id" in reservation
 
             # A process may not have heard of the workers yet.
@@ -247,7 +218,7 @@ def test_several_processes_behind_one_port_are_one(tmp_path: Path) -> None:
             return str(reservation["selection_id"])
 
         def end(selection_id: str) -> int:
-            return status(router, "DELETE", f"/reservations/{selection_id}")
+            return exchange(router.port, "DELETE", f"/reservations/{selection_id}").status
 
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             selection_ids = list(pool.map(one, range(60)))

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,14 @@ from kvrouter.router.model.kvcache.block_hash import HashSpace
 from kvrouter.router.model.kvcache.prompt_hasher import PromptHasher, SegmentMemory
 from tests.support.engine_http import EngineHttp
 from tests.support.fake_engine import BLOCK, SCHEME, FakeEngine, hashes, prompt, stored
+from tests.support.fleet import until
 from tests.support.router_process import RouterError, RouterProcess
 
-WAIT_S = 30.0
 BASE, ADAPTER, PATH = "base", "style", "/adapters/style"
 TOKENS = prompt(3)
 
 
-@pytest.fixture(scope="module")
-def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
-    arguments = ["--model-alias", f"gpt={BASE}", "--model-alias", f"nice={ADAPTER}"]
-    with RouterProcess(tmp_path_factory.mktemp("router"), arguments) as process:
-        yield process
+ROUTER_FLAGS = ["--model-alias", f"gpt={BASE}", "--model-alias", f"nice={ADAPTER}"]
 
 
 @pytest.fixture
@@ -52,13 +47,6 @@ def lora_hashes() -> list[int]:
     return [int(block_hash) for block_hash in hasher.hashes]
 
 
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline, "it never came to hold"
-        time.sleep(0.05)
-
-
 def test_an_adapter_that_engines_list_is_a_model_of_those_who_have_it(
     router: RouterProcess, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine], https: list[EngineHttp]
 ) -> None:
@@ -77,7 +65,7 @@ def test_an_adapter_that_engines_list_is_a_model_of_those_who_have_it(
             return {}
         return {worker: row["gpu"] for worker, row in answer["instances"].items()}
 
-    until(lambda: ask(ADAPTER) != {})
+    until(lambda: ask(ADAPTER) != {}, "it never came to hold")
     # A dense block without the adapter proves the scheme; the adapter's own blocks are found by its path.
     seq = engines[0].publish(stored(TOKENS, 0, 2))
     chain = lora_hashes()
@@ -92,9 +80,9 @@ def test_an_adapter_that_engines_list_is_a_model_of_those_who_have_it(
     # Take the adapter away from one engine, and let the other one list it.
     https[0].pages["/v1/models"] = models()
     https[1].pages["/v1/models"] = models(ADAPTER)
-    until(lambda: ask(ADAPTER).keys() == {"w1"})
+    until(lambda: ask(ADAPTER).keys() == {"w1"}, "it never came to hold")
     https[1].pages["/v1/models"] = models()
-    until(lambda: ask(ADAPTER) == {})
+    until(lambda: ask(ADAPTER) == {}, "it never came to hold")
     for number in range(2):
         router.unregister(f"w{number}")
 
@@ -113,9 +101,12 @@ def test_one_engine_with_ranks_is_asked_rank_by_rank(
         return next(row for row in rows if (row["worker_id"], row["dp_rank"]) == ("dp", rank))
 
     # Nothing answers at that URL: both are down until their events come, and none is queried for tokens.
-    until(lambda: all(row(rank)["state"] != "connecting" for rank in range(2)))
+    until(lambda: all(row(rank)["state"] != "connecting" for rank in range(2)), "it never came to hold")
     seqs = [engines[rank].publish(stored(TOKENS, 0, 3 + 3 * rank)) for rank in range(2)]
-    until(lambda: all((-1 if row(rank)["seq"] is None else row(rank)["seq"]) >= seqs[rank] for rank in range(2)))
+    until(
+        lambda: all((-1 if row(rank)["seq"] is None else row(rank)["seq"]) >= seqs[rank] for rank in range(2)),
+        "it never came to hold",
+    )
     answer = router.request("POST", "/query", {"model": BASE, "token_ids": TOKENS})
     assert answer["scores"] == {"dp": {"0": 3 * BLOCK, "1": 6 * BLOCK}}
     router.unregister("dp")

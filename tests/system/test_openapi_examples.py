@@ -3,33 +3,19 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 
 from kvrouter.router.serve.api.examples import EXAMPLES, MODEL, PATH_PARTS, WORKER
+from tests.support.exchange import exchange
 from tests.support.ports import free_port
 from tests.support.router_process import RouterProcess
 from tests.support.scripted_engine import ScriptedEngine, plain
 
-WAIT_S = 30.0
 # Addresses in the examples, where nothing listens. Closed ports of this machine take their place.
 ADDRESSES = ("10.0.0.2:8000", "10.0.0.2:5557", "10.0.0.2:5558")
-
-
-def sent(port: int, method: str, path: str, body: Any) -> tuple[int, str, bytes]:
-    """Send a request, and return status, content type and body."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
-    try:
-        text = None if body is None else json.dumps(body)
-        connection.request(method, path, text, {"content-type": "application/json"})
-        answer = connection.getresponse()
-        return answer.status, answer.headers.get_content_type(), answer.read()
-    finally:
-        connection.close()
 
 
 def test_every_example_of_the_document_succeeds_and_fits_its_schema(tmp_path: Path) -> None:
@@ -43,7 +29,8 @@ def test_every_example_of_the_document_succeeds_and_fits_its_schema(tmp_path: Pa
             for address, here in closed.items():
                 text = text.replace(address, here)
             path = template.format(**{name: value for name, (_, value) in PATH_PARTS.items()})
-            status, kind, answer = sent(router.port, method, path, json.loads(text))
+            status, headers, answer = exchange(router.port, method, path, json.loads(text))
+            kind = headers["content-type"].partition(";")[0]
             assert status < 300 and str(status) in operation["responses"], (method, path, status, answer)
             if kind == "application/json":
                 schema = operation["responses"][str(status)]["content"][kind]["schema"]

@@ -373,7 +373,7 @@ def test_a_large_fleet_is_shown_in_part_and_can_be_searched(chromium: Browser, t
 @pytest.mark.parametrize(
     ("name", "width", "scheme"), [("light", 1280, "light"), ("dark", 1280, "dark"), ("phone", 360, "light")]
 )
-def test_pictures(chromium: Browser, router: RouterProcess, name: str, width: int, scheme: str) -> None:
+def test_every_view_is_pictured(chromium: Browser, router: RouterProcess, name: str, width: int, scheme: str) -> None:
     from PIL import Image
 
     folder = Path(os.environ["PAGE_IMAGES"])

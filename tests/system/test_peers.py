@@ -16,7 +16,6 @@ from tests.support.router_process import RouterProcess
 
 TOKENS = prompt(1)
 CHAIN = hashes(TOKENS)
-WAIT_S = 10.0
 
 _models = itertools.count()
 
@@ -35,8 +34,7 @@ class Fleet:
     def add(self, worker_id: str, **options: Any) -> FakeEngine:
         engine = FakeEngine(self._context, **options)
         self._engines.append(engine)
-        self.router.request("POST", "/register", engine.registration(worker_id, self.model))
-        self.router.wait_connected(worker_id, engine.wait_subscribed)
+        engine.join(self.router, worker_id, self.model)
         return engine
 
     def seen(self, worker_id: str, seq: int) -> dict[str, Any]:
@@ -51,13 +49,6 @@ class Fleet:
 
     def row(self, worker_id: str) -> dict[str, Any]:
         return self.router.worker(worker_id)
-
-    def until(self, worker_id: str, reached: Any) -> dict[str, Any]:
-        deadline = time.monotonic() + WAIT_S
-        while not reached(row := self.row(worker_id)):
-            assert time.monotonic() < deadline, row
-            time.sleep(0.01)
-        return row
 
 
 @pytest.fixture
@@ -153,11 +144,11 @@ def test_an_engine_restart_voids_what_it_held(fleet: Fleet, replay: bool) -> Non
     engine.restart()
     if not replay:
         # Nothing shows that the new life began until the engine publishes; meanwhile the lost connection is shown.
-        fleet.until("w1", lambda row: row["state"] == "suspect")
+        fleet.router.wait_row("w1", lambda row: row["state"] == "suspect")
         engine.wait_subscribed()
     other = prompt(4)
     engine.publish(stored(other, 0, 3))
-    after = fleet.until("w1", lambda row: row["epoch"] != before["epoch"] and row["seq"] == 0)
+    after = fleet.router.wait_row("w1", lambda row: row["epoch"] != before["epoch"] and row["seq"] == 0)
     assert after["state"] == "live"
     assert fleet.ask() == {"w1": 0} and fleet.ask(other) == {"w1": 48}
 

@@ -11,7 +11,6 @@ import http.client
 import json
 import signal
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,6 +20,8 @@ from typing import Any
 import openai
 import pytest
 
+from tests.support.exchange import exchange, listens
+from tests.support.fleet import until
 from tests.support.router_process import RouterProcess
 from tests.support.scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, hang, plain
 
@@ -143,19 +144,13 @@ class Load:
                     self.retried[retried.rpartition(" ")[2]] += 1
 
     def _one(self, streamed: bool) -> tuple[str, str | None]:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=WAIT_S)
         try:
-            connection.request("POST", CHAT, json.dumps({"model": "m", "messages": [], "stream": streamed}))
-            answer = connection.getresponse()
-            whole = answer.read()
-            good = whole.endswith(b"data: [DONE]\n\n") if streamed else json.loads(whole) == ANSWER
-            return ("ok" if answer.status == 200 and good else f"{answer.status}"), answer.getheader(
-                "x-kvrouter-retried"
-            )
+            answer = exchange(self._port, "POST", CHAT, {"model": "m", "messages": [], "stream": streamed})
         except http.client.IncompleteRead:
             return "cut", None
-        finally:
-            connection.close()
+        good = answer.content.endswith(b"data: [DONE]\n\n") if streamed else answer.json() == ANSWER
+        is_ok = answer.status == 200 and good
+        return "ok" if is_ok else f"{answer.status}", answer.headers.get("x-kvrouter-retried")
 
     @property
     def done(self) -> int:
@@ -167,13 +162,6 @@ class Load:
             assert not thread.is_alive()
 
 
-def wait(condition: Any, what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
-
-
 def test_killed_hung_and_slow_engines_lose_no_request_that_can_be_sent_again(tmp_path: Path) -> None:
     async def slow(asked: Asked, wire: Wire) -> None:
         await asyncio.sleep(0.05)
@@ -181,10 +169,10 @@ def test_killed_hung_and_slow_engines_lose_no_request_that_can_be_sent_again(tmp
 
     with served(tmp_path, 4) as (router, (killed, hung, slowed, sound)):
         load = Load(router.port)
-        wait(lambda: load.done > 40, "the load runs")
+        until(lambda: load.done > 40, "the load runs")
         slowed.script = slow
         killed.kill()
-        wait(lambda: load.done > 160, "the load goes on")
+        until(lambda: load.done > 160, "the load goes on")
         hung.script, hung.healthy = hang, False
         load.join()
         # An answer that had begun at the killed engine cannot be taken back: it breaks off, and all others are whole.
@@ -199,7 +187,7 @@ def test_killed_hung_and_slow_engines_lose_no_request_that_can_be_sent_again(tmp
         print(f"outcomes {dict(load.outcomes)}, retried {dict(load.retried)}")
         # The hung engine comes back by its health check and one request.
         hung.script, hung.healthy = openai_like, True
-        wait(lambda: not router.worker("w1")["closed"], "its health is seen")
+        until(lambda: not router.worker("w1")["closed"], "its health is seen")
 
 
 def test_a_drained_worker_stays_drained_over_a_restart_of_the_router(tmp_path: Path) -> None:
@@ -240,19 +228,8 @@ def test_a_router_that_is_stopped_lets_running_requests_finish(tmp_path: Path) -
         answer = connection.getresponse()
         begun = answer.read(20)
         router.signal(signal.SIGTERM)
-        wait(lambda: not listens(router.port), "nothing new is taken")
+        until(lambda: not listens(router.port), "nothing new is taken")
         going_on.set()
         assert (begun + answer.read()).endswith(b"data: [DONE]\n\n")
         assert router.wait() == 0
         connection.close()
-
-
-def listens(port: int) -> bool:
-    probe = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
-    try:
-        probe.connect()
-    except OSError:
-        return False
-    finally:
-        probe.close()
-    return True

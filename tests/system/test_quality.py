@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from tests.support.collector import Collector
+from tests.support.exchange import run_cli
 from tests.support.fleet import rows, settle, until, wait_live
 from tests.support.replica_process import MODEL, STOP_S, replicas, worker_flags
 from tests.support.router_process import RouterProcess
@@ -130,17 +131,8 @@ def test_events_of_another_engine_are_found_out_by_what_it_delivers(tmp_path: Pa
             assert shown["w1"].startswith("predictions do not come true: less was reused than predicted in ")
             assert "worker w1: " + shown["w1"] in router.request("GET", "/health")["reasons"]
             assert counted(router, "over_credit_tokens_total", worker="w1") >= 8 * 288
-            command = [
-                sys.executable,
-                "-m",
-                "kvrouter.router.cli",
-                "workers",
-                "--url",
-                f"http://127.0.0.1:{router.port}",
-            ]
-            table = subprocess.run(
-                command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "400"}
-            )
+            url, wide = f"http://127.0.0.1:{router.port}", {**os.environ, "COLUMNS": "400"}
+            table = run_cli("workers", "--url", url, check=True, env=wide)
             assert "predictions do not come true" in table.stdout
 
 

@@ -7,17 +7,17 @@ import json
 import re
 import shlex
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zmq
 
 from kvrouter.simulator.cache.shapes import make_geometry
-from kvrouter.simulator.http.server import ReplicaServer, ServerThread
+from kvrouter.simulator.http.server import ReplicaServer
+from tests.support.exchange import run_cli
+from tests.support.fleet import rows, until, wait_live
+from tests.support.replica_process import served
 from tests.support.router_process import RouterProcess
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,12 +67,10 @@ def test_every_start_of_vllm_names_the_flags_that_are_needed(page: str) -> None:
 def replicas(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[list[ReplicaServer]]:
     """Start as many replicas as the README has workers, serving the name that its start of vLLM gives."""
     (start,) = commands("README.md", "vllm serve")
-    served = value_of(start, "--served-model-name") if "--served-model-name" in start else start[2]
-    servers = [ReplicaServer(make_geometry("gemma3"), 256, context=context, model=served) for _ in range(2)]
-    thread = ServerThread(servers)
-    thread.start()
-    yield servers
-    thread.stop()
+    model = value_of(start, "--served-model-name") if "--served-model-name" in start else start[2]
+    servers = [ReplicaServer(make_geometry("gemma3"), 256, context=context, model=model) for _ in range(2)]
+    with served(*servers):
+        yield servers
 
 
 def serve_arguments(replicas: list[ReplicaServer]) -> list[str]:
@@ -89,10 +87,7 @@ def serve_arguments(replicas: list[ReplicaServer]) -> list[str]:
 
 def test_the_readmes_commands_do_what_they_say(tmp_path: Path, replicas: list[ReplicaServer]) -> None:
     with RouterProcess(tmp_path, serve_arguments(replicas)) as router:
-        deadline = time.monotonic() + TIMEOUT_S
-        while any(row["state"] != "live" for row in router.request("GET", "/workers")["workers"]):
-            assert time.monotonic() < deadline, router.request("GET", "/health")
-            time.sleep(0.05)
+        wait_live(router)
         curls = commands("README.md", "curl")
         assert len(curls) >= 4
         for words in curls:
@@ -109,8 +104,7 @@ def test_the_readmes_commands_do_what_they_say(tmp_path: Path, replicas: list[Re
 
 
 def run(words: list[str], router: RouterProcess, folder: Path) -> str:
-    command = [sys.executable, "-m", "kvrouter.router.cli", *words[1:], "--url", f"http://127.0.0.1:{router.port}"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    done = run_cli(*words[1:], "--url", f"http://127.0.0.1:{router.port}", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -122,12 +116,7 @@ def test_a_name_that_the_engine_does_not_serve_is_told_everywhere(
     arguments = [word.replace(f"model={served}", "model=wrong") for word in serve_arguments(replicas)]
     with RouterProcess(tmp_path, arguments) as router:
         wanted = f"start the engine with --served-model-name wrong, or register model={served}"
-        rows: list[dict[str, Any]] = []
-        deadline = time.monotonic() + TIMEOUT_S
-        while not rows or not all(wanted in row["reason"] for row in rows):
-            assert time.monotonic() < deadline, rows
-            rows = router.request("GET", "/workers")["workers"]
-            time.sleep(0.05)
+        until(lambda: all(wanted in row["reason"] for row in rows(router).values()), "the name is not reported")
         assert any(wanted in reason for reason in router.request("GET", "/health")["reasons"])
         assert wanted in router.log_tail()
         assert "--served-model-name" in run(["kvrouter", "workers"], router, tmp_path).replace("\n", "")

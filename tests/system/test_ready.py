@@ -6,13 +6,8 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,21 +15,18 @@ from typing import Any
 import pytest
 import zmq
 
+from tests.support.exchange import exchange, run_cli
 from tests.support.fake_engine import BLOCK, FakeEngine, stored
 from tests.support.fleet import until
 from tests.support.replica_process import ReplicaProcess
 from tests.support.router_process import RouterProcess
 from tests.support.scripted_engine import ScriptedEngine, plain
 
-WAIT_S = 30.0
 # A chat of some blocks.
 MESSAGES = [{"role": "user", "content": "hi " * 200}]
 
 
-@pytest.fixture(scope="module")
-def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
-    with RouterProcess(tmp_path_factory.mktemp("router"), ["--health-interval-s", "0.1"]) as process:
-        yield process
+ROUTER_FLAGS = ["--health-interval-s", "0.1"]
 
 
 class Fleet:
@@ -66,29 +58,16 @@ class Fleet:
         ]
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.router.port, timeout=WAIT_S)
-        try:
-            connection.request(method, path, None if body is None else json.dumps(body))
-            answer = connection.getresponse()
-            return answer.status, json.loads(answer.read())
-        finally:
-            connection.close()
+        answer = exchange(self.router.port, method, path, body)
+        return answer.status, answer.json()
 
     def shown(self) -> str:
         """Return the table of workers with all columns, each row on one line."""
         return self.command("workers", "--wide")
 
     def command(self, *arguments: str) -> str:
-        line = [sys.executable, "-m", "kvrouter.router.cli", *arguments]
         environment = {**os.environ, "KVROUTER_URL": f"localhost:{self.router.port}"}
-        done = subprocess.run(line, capture_output=True, text=True, check=True, timeout=WAIT_S, env=environment)
-        return done.stdout
-
-    def until(self, holds: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + WAIT_S
-        while not holds():
-            assert time.monotonic() < deadline, f"{what}: {self.router.request('GET', '/workers')}"
-            time.sleep(0.02)
+        return run_cli(*arguments, check=True, env=environment).stdout
 
 
 @pytest.fixture
@@ -104,7 +83,7 @@ def live(fleet: Fleet, *names: str) -> None:
     """
     for name in names:
         # The second health check is not sent before the first is answered.
-        fleet.until(lambda name=name: fleet.engines[name].looked.count("/health") > 1, name)  # type: ignore[misc]
+        until(lambda name=name: fleet.engines[name].looked.count("/health") > 1, name)  # type: ignore[misc]
 
 
 def test_it_is_ready_while_an_engine_lives_and_not_longer(fleet: Fleet) -> None:
@@ -112,10 +91,10 @@ def test_it_is_ready_while_an_engine_lives_and_not_longer(fleet: Fleet) -> None:
     live(fleet, "w0", "w1")
     assert fleet.ready() == (True, "")
     one.kill()
-    fleet.until(lambda: fleet.router.worker("w0")["state"] == "down", "w0 is seen to be gone")
+    until(lambda: fleet.router.worker("w0")["state"] == "down", "w0 is seen to be gone")
     assert fleet.ready()[0]
     two.kill()
-    fleet.until(lambda: fleet.router.worker("w1")["state"] == "down", "w1 is seen to be gone")
+    until(lambda: fleet.router.worker("w1")["state"] == "down", "w1 is seen to be gone")
     is_ready, why = fleet.ready()
     assert not is_ready and "w0: " in why and "w1: " in why and "the engine is gone" in why
     # Figures of a dead worker are not kept.
@@ -146,7 +125,7 @@ def test_it_is_not_ready_while_all_breakers_are_open(fleet: Fleet) -> None:
         return float(rest.partition(" s")[0] or 0)
 
     # Wait for a pause that is long enough to look at the router meanwhile.
-    fleet.until(lambda: paused_s() > 3.0, "its breaker is open")
+    until(lambda: paused_s() > 3.0, "its breaker is open")
     is_ready, why = fleet.ready()
     assert not is_ready and "failures in a row, the last: it answers 500" in why
 
@@ -156,14 +135,14 @@ def test_it_is_not_ready_while_all_breakers_are_open(fleet: Fleet) -> None:
         table = fleet.shown()
         return "breaker open" in table and "it answers 500" in table
 
-    fleet.until(shown_open, "it is shown")
+    until(shown_open, "it is shown")
     engine.script = plain(b"{}")
-    fleet.until(lambda: fleet.chat() == 200, "it is tried again")
+    until(lambda: fleet.chat() == 200, "it is tried again")
     assert fleet.ready()[0] and "breaker open" not in fleet.shown()
     assert fleet.router.worker("w0")["closed"] == ""
 
 
-def test_who_only_computes_prompts_or_has_no_url(fleet: Fleet) -> None:
+def test_it_is_not_ready_with_workers_that_only_compute_prompts(fleet: Fleet) -> None:
     assert not fleet.ready()[0]
     fleet.engine("p0", role="prefill")
     is_ready, why = fleet.ready()
@@ -179,11 +158,11 @@ def test_a_dead_worker_has_no_lag(fleet: Fleet, tmp_path: Path) -> None:
         fleet.register("w0", url=at["url"], endpoint=at["events"], replay_endpoint=at["replay"])
         fleet.router.wait_connected("w0")
         assert fleet.chat() == 200
-        fleet.until(lambda: fleet.router.worker("w0")["lag_ms"] is not None, "its events are timed")
+        until(lambda: fleet.router.worker("w0")["lag_ms"] is not None, "its events are timed")
         name = "kvrouter_stream_event_lag_seconds"
         assert fleet.router.metric(name, worker="w0") > 0
         replica.kill()
-        fleet.until(lambda: fleet.router.worker("w0")["state"] == "down", "it is seen to be gone")
+        until(lambda: fleet.router.worker("w0")["state"] == "down", "it is seen to be gone")
         assert fleet.router.worker("w0")["lag_ms"] is None and fleet.router.metric(name, worker="w0") == 0
         (row,) = [line for line in fleet.shown().splitlines() if "down" in line and "the engine" in line]
         assert " ms" not in row

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +17,6 @@ from tests.support.router_process import RouterError, RouterProcess
 
 MODEL = "m"
 TOKENS, OTHER = prompt(1), prompt(2)
-WAIT_S = 30.0
 SUSPECT_CREDIT_S = 1.0
 HEALTH_INTERVAL_S = 0.1
 SLOW_ANSWER_S = 1.2
@@ -26,26 +24,7 @@ SLOW_ANSWER_S = 1.2
 Check = Callable[[dict[str, Any]], bool]
 
 
-@pytest.fixture(scope="module")
-def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
-    settings = {
-        "KVROUTER_SUSPECT_CREDIT_S": str(SUSPECT_CREDIT_S),
-        "KVROUTER_HEALTH_INTERVAL_S": str(HEALTH_INTERVAL_S),
-    }
-    os.environ.update(settings)
-    try:
-        with RouterProcess(tmp_path_factory.mktemp("router")) as process:
-            yield process
-    finally:
-        for name in settings:
-            del os.environ[name]
-
-
-@pytest.fixture
-def http() -> Iterator[EngineHttp]:
-    engine = EngineHttp()
-    yield engine
-    engine.stop()
+ROUTER_FLAGS = ["--suspect-credit-s", str(SUSPECT_CREDIT_S), "--health-interval-s", str(HEALTH_INTERVAL_S)]
 
 
 @pytest.fixture
@@ -74,14 +53,6 @@ def hit(router: RouterProcess, tokens: list[int] = TOKENS) -> int:
     return int(answer["instances"]["w0"]["longest_matched"])
 
 
-def until(router: RouterProcess, reached: Check) -> dict[str, Any]:
-    deadline = time.monotonic() + WAIT_S
-    while not reached(row := router.worker("w0")):
-        assert time.monotonic() < deadline, row
-        time.sleep(0.01)
-    return row
-
-
 def has(**wanted: Any) -> Check:
     return lambda row: all(row[name] == value for name, value in wanted.items())
 
@@ -92,17 +63,17 @@ def test_doubt_is_credited_for_a_while_then_not_and_again_when_it_is_over(
 ) -> None:
     engine = worker(replay)
     engine.cut()
-    row = until(router, has(state="suspect"))
+    row = router.wait_row("w0", has(state="suspect"))
     assert row["credited"] and hit(router) == 192
-    row = until(router, has(credited=False))
+    row = router.wait_row("w0", has(credited=False))
     assert row["state"] == "suspect" and row["state_age_s"] >= SUSPECT_CREDIT_S
     assert "no credit after" in row["reason"] and hit(router) == 0
     engine.mend()
     if not replay:
-        until(router, lambda row: "waiting for proof" in row["reason"])
+        router.wait_row("w0", lambda row: "waiting for proof" in row["reason"])
         engine.wait_subscribed()
         engine.publish(stored(OTHER, 0, 2))
-    until(router, has(state="live", credited=True))
+    router.wait_row("w0", has(state="live", credited=True))
     # Without a replay endpoint and a URL, nothing proves that the engine's life is the same.
     assert hit(router) == (192 if replay else 0)
 
@@ -111,26 +82,26 @@ def test_an_engine_that_nobody_answers_for_is_down_at_once_and_void(
     router: RouterProcess, worker: Callable[..., CutEngine], http: EngineHttp
 ) -> None:
     engine = worker(True, http.url)
-    until(router, lambda row: "/metrics" in http.asked)
+    router.wait_row("w0", lambda row: "/metrics" in http.asked)
     http.stop()
-    row = until(router, has(state="down"))
+    row = router.wait_row("w0", has(state="down"))
     assert "the engine is gone" in row["reason"] and not sum(row["residency"].values())
     assert hit(router) == 0
     with pytest.raises(RouterError, match="no_worker"):
         router.request("POST", "/select", {"model": MODEL, "token_ids": TOKENS})
     # Only the engine's HTTP was gone, so the batches that its stream remembers come back.
     http.start()
-    until(router, has(state="live", seq=0))
+    router.wait_row("w0", has(state="live", seq=0))
     assert hit(router) == 192
     assert engine.publisher.next_seq == 1
 
 
 def test_slow_answers_are_no_end(router: RouterProcess, worker: Callable[..., CutEngine], http: EngineHttp) -> None:
     worker(True, http.url)
-    until(router, lambda row: len(http.asked) > 2)
+    router.wait_row("w0", lambda row: len(http.asked) > 2)
     http.status = 503
     count = len(http.asked)
-    until(router, lambda row: len(http.asked) > count)
+    router.wait_row("w0", lambda row: len(http.asked) > count)
     http.status = 200
     assert router.worker("w0")["state"] == "live" and hit(router) == 192
 
@@ -150,12 +121,12 @@ def test_a_restart_that_nothing_else_tells_is_told_by_the_start_time(
 ) -> None:
     """Restart the process without losing a connection, so that the stream looks the same."""
     worker(replay, http.url)
-    until(router, lambda row: http.asked.count("/metrics") > 1)
+    router.wait_row("w0", lambda row: http.asked.count("/metrics") > 1)
     before = router.worker("w0")["epoch"]
     http.start_s = 2_000.5
     # With a replay endpoint, everything that the publisher remembers of its life is read again.
     seq = 0 if replay else None
-    until(router, lambda row: row["epoch"] != before and row["state"] == "live" and row["seq"] == seq)
+    router.wait_row("w0", lambda row: row["epoch"] != before and row["state"] == "live" and row["seq"] == seq)
     assert hit(router) == (192 if replay else 0)
 
 
@@ -167,20 +138,20 @@ def test_a_new_life_that_goes_on_where_the_old_one_was_is_not_believed(
     Only the start time shows the new life.
     """
     engine = worker(False, http.url)
-    until(router, lambda row: http.asked.count("/metrics") > 1)
+    router.wait_row("w0", lambda row: http.asked.count("/metrics") > 1)
     engine.cut()
-    until(router, has(state="suspect"))
+    router.wait_row("w0", has(state="suspect"))
     engine.begin_anew(engine.publisher.next_seq)
     http.start_s = 2_000.5
     # The delay is longer than the batch takes, and shorter than what counts as no answer.
     http.delay_s = SLOW_ANSWER_S
     engine.mend()
-    until(router, lambda row: "waiting for proof" in row["reason"])
+    router.wait_row("w0", lambda row: "waiting for proof" in row["reason"])
     engine.wait_subscribed()
     engine.publish(stored(OTHER, 0, 2))
-    row = until(router, has(seq=1))
+    row = router.wait_row("w0", has(seq=1))
     assert row["state"] == "suspect" and "its process is the same" in row["reason"]
-    until(router, has(state="live"))
+    router.wait_row("w0", has(state="live"))
     assert hit(router) == 0
 
 
@@ -188,16 +159,16 @@ def test_the_same_life_that_goes_on_is_believed_when_it_says_so(
     router: RouterProcess, worker: Callable[..., CutEngine], http: EngineHttp
 ) -> None:
     engine = worker(False, http.url)
-    until(router, lambda row: http.asked.count("/metrics") > 1)
+    router.wait_row("w0", lambda row: http.asked.count("/metrics") > 1)
     engine.cut()
-    until(router, has(state="suspect"))
+    router.wait_row("w0", has(state="suspect"))
     engine.mend()
-    until(router, lambda row: "waiting for proof" in row["reason"])
+    router.wait_row("w0", lambda row: "waiting for proof" in row["reason"])
     engine.wait_subscribed()
     # No answer says yet whether the process is the same, so a batch that follows is no proof.
     http.delay_s = SLOW_ANSWER_S
     engine.publish(stored(OTHER, 0, 2))
-    until(router, has(state="live", seq=1))
+    router.wait_row("w0", has(state="live", seq=1))
     assert hit(router) == 192 and hit(router, OTHER) == 32
 
 
@@ -219,16 +190,18 @@ def test_a_worker_without_events_is_credited_with_what_was_sent_there_and_says_s
         assert router.metric("kvrouter_approximate_workers") == 1
         # The credit is in the engine's own blocks, once the engine says how large they are.
         http.metrics = b'vllm:cache_config_info{block_size="128",enable_prefix_caching="True",engine="0"} 1.0\n'
-        until(router, lambda row: row["engine_cache"]["block_size"] == 128)
+        router.wait_row("w0", lambda row: row["engine_cache"]["block_size"] == 128)
         router.request("POST", "/select", body)
         assert router.request("POST", "/query", body)["instances"]["w0"]["longest_matched"] == 128
         # Another process holds nothing of the prompt. Wait until the start of the present one is known.
-        until(router, lambda row: http.asked.count("/metrics") > 1)
+        router.wait_row("w0", lambda row: http.asked.count("/metrics") > 1)
         http.start_s = 2_000.5
-        until(router, lambda row: not router.request("POST", "/query", body)["instances"]["w0"]["longest_matched"])
+        router.wait_row(
+            "w0", lambda row: not router.request("POST", "/query", body)["instances"]["w0"]["longest_matched"]
+        )
         # An engine that reuses nothing is credited with nothing that is sent there.
         http.metrics = http.metrics.replace(b"True", b"False")
-        until(router, lambda row: not row["approximate"])
+        router.wait_row("w0", lambda row: not row["approximate"])
         router.request("POST", "/select", body)
         assert router.request("POST", "/query", body)["instances"]["w0"]["longest_matched"] == 0
         assert "prefix caching is off" in router.worker("w0")["reason"]

@@ -13,7 +13,17 @@ import pytest
 
 from kvrouter.router.index.store import keys
 from tests.support.churn import Churn
-from tests.support.fleet import MODEL, check, register, rows, until, wait_busy, wait_shared, wait_well
+from tests.support.fleet import (
+    MODEL,
+    check,
+    register,
+    rows,
+    two_empty_routers,
+    until,
+    wait_busy,
+    wait_shared,
+    wait_well,
+)
 from tests.support.router_process import RouterProcess
 from tests.support.store_server import StoreCluster
 
@@ -30,17 +40,8 @@ def cluster(tmp_path: Path) -> Iterator[StoreCluster]:
 
 
 @pytest.fixture
-def churn() -> Iterator[Churn]:
-    with Churn(ENGINES, RATE) as churn:
-        yield churn
-
-
-@pytest.fixture
 def pair(tmp_path: Path, cluster: StoreCluster, churn: Churn) -> Iterator[Pair]:
-    with (
-        RouterProcess(tmp_path / "a", ["--redis", cluster.url]) as one,
-        RouterProcess(tmp_path / "b", ["--redis", cluster.url]) as two,
-    ):
+    with two_empty_routers(tmp_path, cluster.url) as (one, two):
         register(one, churn)
         churn.ask("go")
         wait_shared((one, two), ENGINES)
@@ -67,7 +68,7 @@ def health_reasons(router: RouterProcess) -> list[str]:
 
 
 @pytest.mark.parametrize("data", ["kept", "lost"])
-def test_a_node_that_is_lost_and_comes_back(
+def test_routers_recover_when_a_lost_node_comes_back(
     data: str, pair: Pair, cluster: StoreCluster, churn: Churn, tmp_path: Path
 ) -> None:
     lost = cluster.nodes[1]

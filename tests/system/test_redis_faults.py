@@ -35,12 +35,6 @@ def server(tmp_path: Path) -> Iterator[StoreServer]:
 
 
 @pytest.fixture
-def churn() -> Iterator[Churn]:
-    with Churn(ENGINES, RATE) as churn:
-        yield churn
-
-
-@pytest.fixture
 def pair(tmp_path: Path, server: StoreServer, churn: Churn) -> Iterator[Pair]:
     with two_routers(tmp_path, server, churn, ENGINES) as pair:
         yield pair
@@ -75,7 +69,7 @@ def store_down(router: RouterProcess) -> bool:
     return router.metric("kvrouter_store_up") == 0
 
 
-def test_a_restart_with_its_data(pair: Pair, server: StoreServer, churn: Churn) -> None:
+def test_routers_recover_from_a_restart_of_redis_with_its_data(pair: Pair, server: StoreServer, churn: Churn) -> None:
     server.kill()
     for router in pair:
         until(partial(said, router, "Redis"), "the loss of Redis is not named")
@@ -87,7 +81,9 @@ def test_a_restart_with_its_data(pair: Pair, server: StoreServer, churn: Churn) 
     recovered(pair, server, churn)
 
 
-def test_a_restart_without_its_data(pair: Pair, server: StoreServer, churn: Churn, tmp_path: Path) -> None:
+def test_routers_write_the_index_anew_after_redis_lost_its_data(
+    pair: Pair, server: StoreServer, churn: Churn, tmp_path: Path
+) -> None:
     server.kill()
     shutil.rmtree(tmp_path / "store")
     time.sleep(AWAY_S)
@@ -97,7 +93,9 @@ def test_a_restart_without_its_data(pair: Pair, server: StoreServer, churn: Chur
 
 
 @pytest.mark.parametrize("engines", ["busy", "silent"])
-def test_everything_deleted(engines: str, pair: Pair, server: StoreServer, churn: Churn) -> None:
+def test_routers_write_the_index_anew_after_everything_was_deleted(
+    engines: str, pair: Pair, server: StoreServer, churn: Churn
+) -> None:
     if engines == "silent":
         churn.ask("pause")
     server.client.flushall()
@@ -132,7 +130,7 @@ def test_a_replica_that_lacks_the_last_writes_takes_over(
 
 
 @pytest.mark.parametrize("away_s", [1.0, AWAY_S, 14.0])
-def test_standing_still(away_s: float, pair: Pair, server: StoreServer, churn: Churn) -> None:
+def test_routers_answer_while_redis_stands_still(away_s: float, pair: Pair, server: StoreServer, churn: Churn) -> None:
     """Let Redis accept connections without answering.
 
     It stands still for less than a lease, for longer, and for longer than we wait for an answer.
@@ -146,7 +144,7 @@ def test_standing_still(away_s: float, pair: Pair, server: StoreServer, churn: C
     recovered(pair, server, churn)
 
 
-def test_slow(pair: Pair, server: StoreServer, churn: Churn) -> None:
+def test_routers_answer_while_redis_is_slow(pair: Pair, server: StoreServer, churn: Churn) -> None:
     def hold_up() -> None:
         for _ in range(4):
             server.client.execute_command("CLIENT", "PAUSE", 1_500, "ALL")
@@ -161,7 +159,7 @@ def test_slow(pair: Pair, server: StoreServer, churn: Churn) -> None:
     recovered(pair, server, churn)
 
 
-def test_out_of_memory(pair: Pair, server: StoreServer, churn: Churn) -> None:
+def test_routers_name_a_redis_that_is_out_of_memory(pair: Pair, server: StoreServer, churn: Churn) -> None:
     server.client.config_set("maxmemory-policy", "noeviction")
     server.client.config_set("maxmemory", "1mb")
     for router in pair:

@@ -122,12 +122,6 @@ def make_all_reload(client: Any) -> None:
 
 
 @pytest.fixture
-def churn() -> Iterator[Churn]:
-    with Churn(ENGINES, RATE) as churn:
-        yield churn
-
-
-@pytest.fixture
 def pair(tmp_path: Path, server: StoreServer, churn: Churn) -> Iterator[Pair]:
     with two_routers(tmp_path, server, churn, ENGINES) as pair:
         yield pair

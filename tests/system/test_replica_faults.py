@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import http.client
-import json
 import random
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+from tests.support.exchange import exchange
+from tests.support.fleet import until
 from tests.support.replica_process import ReplicaProcess
 from tests.support.router_process import RouterProcess
 
@@ -87,20 +86,8 @@ class Conversations:
 
 
 def ask(port: int, body: object) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
-    try:
-        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-    finally:
-        connection.close()
-
-
-def wait(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
+    answer = exchange(port, "POST", "/v1/completions", body)
+    return answer.status, answer.content
 
 
 def is_open(router: RouterProcess, name: str) -> bool:
@@ -114,17 +101,17 @@ def test_replicas_fail_in_every_way_and_no_request_is_lost(tmp_path: Path) -> No
         flags = ["--health-interval-s", "0.1", *workers]
         router = stack.enter_context(RouterProcess(tmp_path / "router", flags))
         killed, hung, slowed, restarted, failing = replicas
-        wait(lambda: all(row["state"] == "live" for row in router.request("GET", "/workers")["workers"]), "all live")
+        until(lambda: all(row["state"] == "live" for row in router.request("GET", "/workers")["workers"]), "all live")
         load = Conversations(router.port)
         total = CLIENTS * TURNS
-        wait(lambda: load.done > total // 10, "the load runs")
+        until(lambda: load.done > total // 10, "the load runs")
         slowed.faults(slow=5.0)
         killed.kill()
-        wait(lambda: load.done > total // 4, "without the killed one")
+        until(lambda: load.done > total // 4, "without the killed one")
         # The stall is longer than a request waits that could be sent elsewhere; a stream that had begun there goes on
         # afterwards.
         hung.faults(stall_s=STALL_S, unhealthy=True)
-        wait(lambda: load.done > total // 2, "without the hanging one")
+        until(lambda: load.done > total // 2, "without the hanging one")
         restarted.faults(restart=True, down_s=0.5)
         failing.faults(fail=3, fail_status=503)
         load.join()
@@ -134,12 +121,14 @@ def test_replicas_fail_in_every_way_and_no_request_is_lost(tmp_path: Path) -> No
         assert load.outcomes["ok"] + load.outcomes["cut"] == total
         assert load.outcomes["cut"] <= 2 * CLIENTS
         assert sum(load.mistakes.values()) > total // MISTAKES // 2
-        wait(lambda: router.worker("w0")["closed"] and router.worker("w1")["closed"], "nothing is sent where nobody is")
+        until(
+            lambda: router.worker("w0")["closed"] and router.worker("w1")["closed"], "nothing is sent where nobody is"
+        )
         hung.faults(unhealthy=False)
         # The other replicas take requests again, once health checks and requests show that they are back.
         for name in ("w1", "w2", "w3", "w4"):
-            wait(partial(is_open, router, name), f"{name} is back")
-        wait(lambda: router.metric("kvrouter_reservations_held") == 0, "no load of a request that is over")
+            until(partial(is_open, router, name), f"{name} is back")
+        until(lambda: router.metric("kvrouter_reservations_held") == 0, "no load of a request that is over")
 
 
 def test_nobody_is_blamed_for_a_clients_mistakes(tmp_path: Path) -> None:
@@ -171,11 +160,11 @@ def test_an_engine_with_another_address_is_asked_there_whether_it_lives(tmp_path
                 "url": at["url"],
             },
         )
-        wait(lambda: router.worker("w0")["state"] == "live", "followed")
+        until(lambda: router.worker("w0")["state"] == "live", "followed")
         router.request("PATCH", "/workers/w0", {"url": there.endpoints["url"]})
         here.faults(unhealthy=True)
         there.faults(unhealthy=True)
-        wait(lambda: there.endpoints["url"] in router.worker("w0")["closed"], "the new address counts")
+        until(lambda: there.endpoints["url"] in router.worker("w0")["closed"], "the new address counts")
         there.faults(unhealthy=False)
         # The engine at the old address is still unwell, but no longer queried.
-        wait(lambda: not router.worker("w0")["closed"], "it is back")
+        until(lambda: not router.worker("w0")["closed"], "it is back")

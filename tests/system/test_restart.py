@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.follow.streams.peer_view import META_ENGINE_START
 from kvrouter.router.index.store import keys
 from tests.support.engine_http import EngineHttp
-from tests.support.fake_engine import FakeEngine, hashes, prompt, removed, stored
+from tests.support.fake_engine import FakeEngine, NewEngine, hashes, prompt, removed, stored
 from tests.support.router_process import RouterProcess
 from tests.support.store_server import wait_stored
 
@@ -42,8 +41,7 @@ def fill(router: RouterProcess, engine: FakeEngine) -> dict[str, Any]:
 
     The blocks are learned from the stream, and are in Redis at the end.
     """
-    router.request("POST", "/register", engine.registration("w0", MODEL, url="http://127.0.0.1:1"))
-    router.wait_connected("w0", engine.wait_subscribed)
+    engine.join(router, "w0", MODEL, url="http://127.0.0.1:1")
     engine.publish(stored(TOKENS, 0, 12), stored(TOKENS, 11, 12))
     row = router.wait_seen("w0", engine.publish(stored(OTHER, 0, 2)))
     assert ask(router) == {"w0": 192}
@@ -82,11 +80,8 @@ def _works_in(process: Path, folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("how", ["stop", "kill", "kill with its store"])
-def test_same_workers_and_answers_with_the_engine_silent(
-    how: str, tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine]
-) -> None:
-    engine = FakeEngine(context, replay=False)
-    engines.append(engine)
+def test_same_workers_and_answers_with_the_engine_silent(how: str, tmp_path: Path, new_engine: NewEngine) -> None:
+    engine = new_engine(replay=False)
     with RouterProcess(tmp_path) as router:
         before = fill(router, engine)
         if how != "stop":
@@ -115,11 +110,8 @@ def test_same_workers_and_answers_with_the_engine_silent(
         assert ask(router) == {"w0": 192}
 
 
-def test_what_was_missed_is_made_up_by_replay(
-    tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine]
-) -> None:
-    engine = FakeEngine(context)
-    engines.append(engine)
+def test_what_was_missed_is_made_up_by_replay(tmp_path: Path, new_engine: NewEngine) -> None:
+    engine = new_engine()
     with RouterProcess(tmp_path) as router:
         before = fill(router, engine)
         router.kill()
@@ -134,14 +126,13 @@ def test_what_was_missed_is_made_up_by_replay(
 
 @pytest.mark.parametrize("replay", [True, False])
 def test_what_a_killed_router_had_not_written_is_credited_as_the_engine_has_it(
-    replay: bool, tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine]
+    replay: bool, tmp_path: Path, new_engine: NewEngine
 ) -> None:
     """Kill a router whose answers are ahead of Redis.
 
     For the next router, the batches that were not written are missed ones like any others.
     """
-    engine = FakeEngine(context, replay=replay)
-    engines.append(engine)
+    engine = new_engine(replay=replay)
     with RouterProcess(tmp_path) as router:
         before = fill(router, engine)
         signal_store(tmp_path, signal.SIGSTOP)
@@ -171,11 +162,8 @@ def test_what_a_killed_router_had_not_written_is_credited_as_the_engine_has_it(
             assert ask(router) == {"w0": 48} and ask(router, OTHER) == {"w0": 0}
 
 
-def test_what_was_missed_and_cannot_be_had_voids(
-    tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine]
-) -> None:
-    engine = FakeEngine(context, replay=False)
-    engines.append(engine)
+def test_what_was_missed_and_cannot_be_had_voids(tmp_path: Path, new_engine: NewEngine) -> None:
+    engine = new_engine(replay=False)
     with RouterProcess(tmp_path) as router:
         before = fill(router, engine)
         router.kill()
@@ -188,11 +176,8 @@ def test_what_was_missed_and_cannot_be_had_voids(
         assert ask(router) == {"w0": 0} and ask(router, OTHER) == {"w0": 0}
 
 
-def test_an_engine_that_restarted_meanwhile_is_void_before_it_speaks(
-    tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine]
-) -> None:
-    engine = FakeEngine(context)
-    engines.append(engine)
+def test_an_engine_that_restarted_meanwhile_is_void_before_it_speaks(tmp_path: Path, new_engine: NewEngine) -> None:
+    engine = new_engine()
     with RouterProcess(tmp_path) as router:
         before = fill(router, engine)
         router.kill()
@@ -201,25 +186,19 @@ def test_an_engine_that_restarted_meanwhile_is_void_before_it_speaks(
         engine.publish(stored(OTHER, 0, 4))
         last = engine.publish(stored(OTHER, 4, 6))
     with RouterProcess(tmp_path) as router:
-        deadline = time.monotonic() + WAIT_S
-        while (row := router.worker("w0"))["epoch"] == before["epoch"] or row["seq"] != last:
-            assert time.monotonic() < deadline, row
-            time.sleep(0.01)
-        print(row, router.request("POST", "/query", {"model": MODEL, "token_ids": OTHER, "explain": True}))
+        router.wait_row("w0", lambda row: row["epoch"] != before["epoch"] and row["seq"] == last)
         assert ask(router) == {"w0": 0} and ask(router, OTHER) == {"w0": 96}
 
 
 def test_a_new_life_at_the_old_seq_is_told_by_the_start_time_that_another_router_knew(
-    tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine]
+    tmp_path: Path, new_engine: NewEngine
 ) -> None:
     """Restart the engine without a replay endpoint, so that its next seq is the one that is waited for."""
-    engine = FakeEngine(context, replay=False)
-    engines.append(engine)
+    engine = new_engine(replay=False)
     http = EngineHttp()
     try:
         with RouterProcess(tmp_path) as router:
-            router.request("POST", "/register", engine.registration("w0", MODEL, url=http.url))
-            router.wait_connected("w0", engine.wait_subscribed)
+            engine.join(router, "w0", MODEL, url=http.url)
             deadline = time.monotonic() + WAIT_S
             with router.store() as store:
                 # A batch carries the start time to Redis once the engine has answered.
@@ -238,10 +217,7 @@ def test_a_new_life_at_the_old_seq_is_told_by_the_start_time_that_another_router
         with RouterProcess(tmp_path) as router:
             router.wait_connected("w0", engine.wait_subscribed)
             engine.publish(stored(OTHER, 3, 4))
-            deadline = time.monotonic() + WAIT_S
-            while (row := router.worker("w0"))["epoch"] == before["epoch"] or row["state"] != "live":
-                assert time.monotonic() < deadline, row
-                time.sleep(0.05)
+            router.wait_row("w0", lambda row: row["epoch"] != before["epoch"] and row["state"] == "live")
             assert ask(router) == {"w0": 0}
     finally:
         http.stop()

@@ -22,6 +22,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.chart import CHART
+from tests.support.exchange import exchange
+from tests.support.fleet import until
 from tests.support.hammer import Hammer
 from tests.support.replica_process import ReplicaProcess
 from tests.support.rollout import rollout
@@ -61,30 +63,8 @@ def serving(folder: Path, processes: int, *flags: str) -> Iterator[tuple[RouterP
         engine = stack.enter_context(ScriptedEngine(engine_script))
         arguments = ["--health-interval-s", "0", "--worker", f"w0={engine.url},model=m", *PROCESSES[processes], *flags]
         router = stack.enter_context(RouterProcess(folder, arguments))
-        deadline = time.monotonic() + WAIT_S
-        while "listens on" not in router.log_tail():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: "listens on" in router.log_tail(), "it does not listen")
         yield router, engine
-
-
-def stream(port: int) -> bytes:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
-    try:
-        connection.request("POST", CHAT, STREAMED)
-        return connection.getresponse().read()
-    finally:
-        connection.close()
-
-
-def asked(port: int, path: str = "/ready") -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
-    try:
-        connection.request("GET", path)
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-    finally:
-        connection.close()
 
 
 @pytest.mark.parametrize("processes", PROCESSES)
@@ -92,7 +72,7 @@ def asked(port: int, path: str = "/ready") -> tuple[int, bytes]:
 def test_who_connects_while_it_stops_is_served_or_refused(tmp_path: Path, processes: int, delay_s: float) -> None:
     flags = ["--shutdown-delay-s", str(delay_s)] if delay_s else []
     with serving(tmp_path, processes, *flags) as (router, engine), ThreadPoolExecutor(STREAMS) as threads:
-        streams = [threads.submit(stream, router.port) for _ in range(STREAMS)]
+        streams = [threads.submit(exchange, router.port, "POST", CHAT, STREAMED) for _ in range(STREAMS)]
         hammers = [Hammer(router.port, request) for request in (PROXIED, OWN)]
         try:
             while sum(b'"stream"' in request.body for request in list(engine.asked)) < STREAMS:
@@ -105,7 +85,7 @@ def test_who_connects_while_it_stops_is_served_or_refused(tmp_path: Path, proces
         assert not {how: count for how, count in ended.items() if how.startswith("broken")}, ended
         assert ended["served"] > 10 and ended["refused"]
         whole = b"".join(b"data: %d\n\n" % n for n in range(PIECES))
-        assert [future.result() for future in streams] == [whole] * STREAMS
+        assert [future.result().content for future in streams] == [whole] * STREAMS
         assert router.wait() == 0
         assert "Traceback" not in router.log_tail()
 
@@ -113,16 +93,14 @@ def test_who_connects_while_it_stops_is_served_or_refused(tmp_path: Path, proces
 @pytest.mark.parametrize("processes", PROCESSES)
 def test_it_is_not_ready_from_the_signal_on_and_serves_on_for_the_delay(tmp_path: Path, processes: int) -> None:
     with serving(tmp_path, processes, "--shutdown-delay-s", "3600") as (router, _):
-        assert asked(router.port)[0] == 200
+        assert exchange(router.port, "GET", "/ready").status == 200
         router.signal(signal.SIGTERM)
         # Every process notices the signal for itself.
-        deadline = time.monotonic() + WAIT_S
-        while not all(asked(router.port)[0] == 503 for _ in range(20)):
-            assert time.monotonic() < deadline
-        status, answer = asked(router.port)
-        assert status == 503 and "this router is shutting down" in json.loads(answer)["error"]["message"]
-        assert asked(router.port, "/health")[0] == 200
-        assert stream(router.port).count(b"data: ") == PIECES
+        until(lambda: all(exchange(router.port, "GET", "/ready").status == 503 for _ in range(20)), "it stays ready")
+        answer = exchange(router.port, "GET", "/ready")
+        assert answer.status == 503 and "this router is shutting down" in answer.json()["error"]["message"]
+        assert exchange(router.port, "GET", "/health").status == 200
+        assert exchange(router.port, "POST", CHAT, STREAMED).content.count(b"data: ") == PIECES
         # A kept connection ends with its answer, so that its client comes to another router.
         connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=WAIT_S)
         for method, path, body in (("POST", CHAT, BODY), ("GET", "/version", None), ("POST", "/query", b"{}")):
@@ -150,7 +128,7 @@ def test_a_client_whose_stream_outlives_the_listener_may_send_one_more_request(t
         router.signal(signal.SIGTERM)
         assert response.read().count(b"data: ") == PIECES
         with pytest.raises(ConnectionRefusedError):
-            asked(router.port)
+            exchange(router.port, "GET", "/ready")
         connection.request("POST", CHAT, BODY)
         response = connection.getresponse()
         assert (response.read(), response.getheader("connection")) == (b"ok", "close")

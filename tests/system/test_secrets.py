@@ -3,20 +3,15 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.error import HTTPError
 
 import pytest
-import zmq
 
-from tests.support.fake_engine import FakeEngine, prompt, stored
+from tests.support.exchange import exchange, run_cli
+from tests.support.fake_engine import NewEngine, prompt, stored
+from tests.support.fleet import until
 from tests.support.ports import free_port
 from tests.support.router_process import RouterProcess
 from tests.support.tls_redis import TlsRedis, certificates, tls_redis
@@ -25,7 +20,6 @@ from tests.support.tls_redis import TlsRedis, certificates, tls_redis
 MARK = "Hush"
 PASSWORD = f"{MARK}-redis-password"
 API_KEY = f"{MARK}-api-key"
-WAIT_S = 30.0
 TOKENS = prompt(1)
 
 
@@ -36,25 +30,14 @@ def server(tmp_path: Path) -> Iterator[TlsRedis]:
 
 
 def asked(router: RouterProcess, path: str, body: object = None, key: str = API_KEY) -> tuple[int, str]:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"http://127.0.0.1:{router.port}{path}", data)
-    request.add_header("authorization", f"Bearer {key}")
-    try:
-        with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
-            return answer.status, answer.read().decode() + str(answer.headers)
-    except HTTPError as error:
-        return error.code, error.read().decode() + str(error.headers)
+    """Return the status, and all that the answer shows: its body and its headers."""
+    method, headers = "GET" if body is None else "POST", {"authorization": f"Bearer {key}"}
+    answer = exchange(router.port, method, path, body, headers)
+    return answer.status, answer.content.decode() + str(answer.headers)
 
 
-def eventually(router: RouterProcess, path: str, *parts: str, body: object = None) -> str:
-    """Return the answer once it has all `parts`."""
-    deadline = time.monotonic() + WAIT_S
-    while True:
-        text = asked(router, path, body)[1]
-        if all(part in text for part in parts):
-            return text
-        assert time.monotonic() < deadline, text + router.log_tail()
-        time.sleep(0.1)
+def wait_shown(router: RouterProcess, path: str, *parts: str, body: object = None) -> None:
+    until(lambda: all(part in asked(router, path, body)[1] for part in parts), f"{path} does not show {parts}")
 
 
 def command_lines(folder: Path) -> list[str]:
@@ -69,11 +52,10 @@ def command_lines(folder: Path) -> list[str]:
     return lines
 
 
-def test_tls_an_acl_user_and_nothing_shown(
-    tmp_path: Path, server: TlsRedis, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine]
+def test_a_router_with_tls_and_an_acl_user_shows_no_secret(
+    tmp_path: Path, server: TlsRedis, new_engine: NewEngine
 ) -> None:
-    engine = FakeEngine(context)
-    engines.append(engine)
+    engine = new_engine()
     environment = {"KVROUTER_REDIS": server.url(), "KVROUTER_API_KEY": API_KEY}
     admin = server.admin()
     seen: list[str] = []
@@ -84,11 +66,11 @@ def test_tls_an_acl_user_and_nothing_shown(
         with RouterProcess(folder, ["--log-level", "debug"], environment) as router:
             if life == 0:
                 assert asked(router, "/register", engine.registration("w0", "m"))[0] == 200
-            eventually(router, "/workers", '"worker_id":"w0"', '"epoch":"')
+            wait_shown(router, "/workers", '"worker_id":"w0"', '"epoch":"')
             engine.wait_subscribed()
             if life == 0:
                 engine.publish(stored(TOKENS, 0, 4))
-            eventually(router, "/query", '"gpu":64', body=question)
+            wait_shown(router, "/query", '"gpu":64', body=question)
             seen += [asked(router, path)[1] for path in ("/workers", "/metrics", "/health", "/docs", "/openapi.json")]
             seen += [asked(router, path, key=f"{API_KEY[:-1]}")[1] for path in ("/workers", "/query")]
             seen += [asked(router, "/query", body)[1] for body in ({}, [1], {"model": "x", "token_ids": [1]})]
@@ -97,7 +79,7 @@ def test_tls_an_acl_user_and_nothing_shown(
                 admin.acl_log_reset()
                 admin.execute_command("ACL", "SETUSER", "router", "resetpass", ">another")
                 admin.client_kill_filter(_type="normal", skipme=True)
-                eventually(router, "/health", "degraded")
+                wait_shown(router, "/health", "degraded")
                 status, text = asked(router, "/register", engine.registration("w1", "m"))
                 assert status == 503
                 seen += [text, asked(router, "/health")[1], asked(router, "/workers")[1]]
@@ -114,9 +96,8 @@ def test_tls_an_acl_user_and_nothing_shown(
 
 def start(environment: dict[str, str], *arguments: str, folder: Path) -> tuple[int, str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("KVROUTER_")}
-    line = [sys.executable, "-m", "kvrouter.router.cli", *arguments]
-    done = subprocess.run(line, env=clean | environment, cwd=folder, capture_output=True, timeout=120)
-    return done.returncode, (done.stdout + done.stderr).decode()
+    done = run_cli(*arguments, env=clean | environment, cwd=folder)
+    return done.returncode, done.stdout + done.stderr
 
 
 def test_what_fails_at_the_start_is_told_without_secrets(tmp_path: Path, server: TlsRedis) -> None:

@@ -36,12 +36,6 @@ def store(tmp_path: Path) -> Iterator[SentinelStore]:
 
 
 @pytest.fixture
-def churn() -> Iterator[Churn]:
-    with Churn(ENGINES, RATE) as churn:
-        yield churn
-
-
-@pytest.fixture
 def pair(tmp_path: Path, store: SentinelStore, churn: Churn) -> Iterator[Pair]:
     with two_routers(tmp_path, store, churn, ENGINES) as pair:
         yield pair

@@ -11,7 +11,6 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -27,21 +26,6 @@ from tests.support.store_server import StoreServer
 
 ENGINES = 5
 RATE = 5_000.0
-
-
-@pytest.fixture
-def churn() -> Iterator[Churn]:
-    with Churn(ENGINES, RATE) as churn:
-        yield churn
-
-
-@pytest.fixture
-def pair(tmp_path: Path, server: StoreServer) -> Iterator[tuple[RouterProcess, RouterProcess]]:
-    with (
-        RouterProcess(tmp_path / "a", ["--redis", server.url]) as one,
-        RouterProcess(tmp_path / "b", ["--redis", server.url]) as two,
-    ):
-        yield one, two
 
 
 def test_a_router_killed_is_taken_over_and_comes_back(

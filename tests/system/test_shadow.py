@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from tests.support.exchange import post, run_cli
 from tests.support.fleet import until, wait_live
 from tests.support.replica_process import MODEL, replicas, worker_flags
 from tests.support.router_process import RouterProcess
@@ -68,19 +68,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             post(started.urls[number], COMPLETIONS, body_of([number + 1] * 100))
         wait_live(router)
         yield started
-
-
-def post(url: str, path: str, body: Any, headers: dict[str, str] | None = None) -> Any:
-    host, _, port = url.removeprefix("http://").partition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=30)
-    try:
-        connection.request("POST", path, json.dumps(body), {"content-type": "application/json", **(headers or {})})
-        answer = connection.getresponse()
-        content = answer.read()
-        assert answer.status in (200, 204), content
-        return json.loads(content) if content else None
-    finally:
-        connection.close()
 
 
 def body_of(prompt: list[int]) -> dict[str, Any]:
@@ -271,22 +258,7 @@ def test_old_and_broken_lines_are_counted_and_nothing_reaches_the_engines(site: 
 
 def run_over(site: Site, log: Path) -> dict[str, int]:
     """Run over the log to its end, and return the number of skipped requests by reason."""
-    import subprocess
-    import sys
-
-    command = [
-        sys.executable,
-        "-m",
-        "kvrouter.router.cli",
-        "shadow",
-        "--url",
-        site.url,
-        "--json",
-        "--max-age",
-        str(RECENT_S),
-        "--log",
-        str(log),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    flags = ("--json", "--max-age", str(RECENT_S), "--log", str(log))
+    done = run_cli("shadow", "--url", site.url, *flags, check=True)
     report = json.loads(done.stdout.splitlines()[-1])
     return {row["reason"]: row["requests"] for row in report["skipped"]}

@@ -3,11 +3,7 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +14,7 @@ import zmq
 from kvrouter.router.base.common import compiled
 from kvrouter.simulator.cache.shapes import make_geometry
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
+from tests.support.exchange import exchange, run_cli
 from tests.support.fleet import rows, until
 from tests.support.ports import free_port
 from tests.support.router_process import RouterError, RouterProcess
@@ -26,23 +23,14 @@ from tests.support.store_server import StoreServer
 pytestmark = pytest.mark.smoke
 
 MODEL = "sim"
-START_TIMEOUT_S = 120.0
 
 
 def refused(folder: Path, arguments: Sequence[str], environment: dict[str, str] | None = None) -> str:
     """Return the one line with which the start ends, and check that no store was started for it."""
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "kvrouter.router.cli", "serve", "--port", str(free_port()), *arguments]
-    if "--redis" not in arguments:
-        command += ["--data-dir", str(folder / "data")]
-    done = subprocess.run(
-        command,
-        env={**os.environ, **(environment or {})},
-        capture_output=True,
-        text=True,
-        timeout=START_TIMEOUT_S,
-        cwd=folder,
-    )
+    data_dir = [] if "--redis" in arguments else ["--data-dir", str(folder / "data")]
+    flags = ["--port", str(free_port()), *arguments, *data_dir]
+    done = run_cli("serve", *flags, env={**os.environ, **(environment or {})}, cwd=folder)
     assert done.returncode != 0 and not done.stdout
     assert not (folder / "data").exists()
     lines = [line for line in done.stderr.strip().splitlines() if (compiled.caution() or "\n") not in line]
@@ -109,12 +97,8 @@ def test_a_router_open_to_all_without_a_key_is_a_warning(tmp_path: Path, host: s
 
 
 def ready(router: RouterProcess) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=10)
-    connection.request("GET", "/ready")
-    answer = connection.getresponse()
-    body = json.loads(answer.read())
-    connection.close()
-    return answer.status, body["error"]["message"] if answer.status != 200 else ""
+    answer = exchange(router.port, "GET", "/ready")
+    return answer.status, answer.json()["error"]["message"] if answer.status != 200 else ""
 
 
 @pytest.mark.parametrize(

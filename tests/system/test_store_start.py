@@ -11,7 +11,6 @@ import contextlib
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,13 +29,6 @@ COMMON_KEYS = (keys.SCHEMAS, keys.ADOPTED, keys.MODELS, keys.REGISTRATIONS, keys
 
 def registered(router: RouterProcess) -> list[str]:
     return [row["worker_id"] for row in router.request("GET", "/workers")["workers"]]
-
-
-@pytest.fixture
-def engine(context: Any, engines: list[FakeEngine]) -> FakeEngine:
-    engine = FakeEngine(context)
-    engines.append(engine)
-    return engine
 
 
 @pytest.mark.parametrize("key", COMMON_KEYS)

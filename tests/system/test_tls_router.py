@@ -13,9 +13,8 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
@@ -23,6 +22,8 @@ import httpx
 import pytest
 
 from tests.support.certificates import HOST, Authority, Pair
+from tests.support.exchange import run_cli
+from tests.support.fleet import until
 from tests.support.router_process import RouterProcess
 from tests.support.scripted_engine import Asked, ScriptedEngine, Wire, chunk
 
@@ -49,13 +50,7 @@ def flags(pair: Pair) -> list[str]:
 
 
 def command(router: RouterProcess, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvrouter.router.cli", *arguments, "--url", f"https://{HOST}:{router.port}"],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        env=os.environ | environment,
-    )
+    return run_cli(*arguments, "--url", f"https://{HOST}:{router.port}", env=os.environ | environment)
 
 
 def serial(router: RouterProcess, authority: Authority) -> str:
@@ -67,13 +62,6 @@ def serial(router: RouterProcess, authority: Authority) -> str:
         shown = secured.getpeercert()
         assert shown is not None
         return str(shown["serialNumber"])
-
-
-def until(reached: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not reached():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
 
 
 async def stream(asked: Asked, wire: Wire) -> None:
@@ -114,12 +102,7 @@ def test_commands_reach_it_with_its_authority(router: RouterProcess, authority: 
     assert unknown.returncode == 1 and "is not trusted here" in unknown.stderr and "--ca-file" in unknown.stderr
     missing = command(router, "workers", "--ca-file", "/none.pem")
     assert missing.returncode == 2 and "--ca-file /none.pem" in missing.stderr
-    plain = subprocess.run(
-        [sys.executable, "-m", "kvrouter.router.cli", "workers", "--url", f"http://{HOST}:{router.port}"],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-    )
+    plain = run_cli("workers", "--url", f"http://{HOST}:{router.port}")
     assert plain.returncode == 1 and "write https://" in plain.stderr
     assert f"listens on https://{HOST}:{router.port}" in router.log_tail()
 
@@ -242,12 +225,6 @@ def test_each_of_several_processes_takes_a_new_certificate(authority: Authority,
 def test_a_wrong_pair_ends_the_start_with_one_line(authority: Authority, tmp_path: Path) -> None:
     wrong = Pair(authority.issue("a").certificate, authority.issue("b").key)
     for more in ([], ["--processes", "2"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "kvrouter.router.cli", "serve", "--port", "0", *flags(wrong), *more],
-            capture_output=True,
-            text=True,
-            timeout=WAIT_S,
-            cwd=tmp_path,
-        )
+        done = run_cli("serve", "--port", "0", *flags(wrong), *more, cwd=tmp_path)
         assert done.returncode == 2
         assert "are no pair that can be used" in done.stderr and done.stderr.count("\n") == 1

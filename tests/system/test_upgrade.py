@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +36,11 @@ from tests.support.router_process import RouterProcess
 from tests.support.store_server import StoreServer
 
 FIXTURE = Path(__file__).parents[1] / "golden" / "schema_2.json"
-RATE = 3_000.0
+ENGINES, RATE = 2, 3_000.0
 FORMER_REGISTRY = keys.registry(MODEL, keys.FORMER_PREFIX)
 OWN = (keys.PREFIX.encode(), keys.SCHEMAS.encode())
 # The workers of the fixture; `w0` and `w1` are engines that stored blocks.
 WORKERS = {"w0", "w1", "drained", "prefill", "a/b:{c}", "stated"}
-
-
-@pytest.fixture
-def churn() -> Iterator[Churn]:
-    with Churn(2, RATE) as churn:
-        yield churn
 
 
 def moved(stored: Stored, churn: Churn) -> Stored:

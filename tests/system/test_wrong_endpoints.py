@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,9 @@ import zmq
 from kvrouter.events.patch.messages import requests_endpoint
 from kvrouter.simulator.cache.shapes import make_geometry
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
+from tests.support.exchange import post
 from tests.support.fake_engine import hashes, prompt
+from tests.support.fleet import until
 from tests.support.patched_engine import PatchedEngine, stores
 from tests.support.router_process import RouterError, RouterProcess
 
@@ -70,11 +70,8 @@ class Fleet:
     def compute(self, *engines: int) -> None:
         """Let each of these engines compute TOKENS, so that it has them cached."""
         for engine in engines:
-            body = json.dumps({"model": MODEL, "prompt": TOKENS, "max_tokens": 1}).encode()
-            url = f"{self.replicas[engine].endpoints['url']}/v1/completions"
-            request = urllib.request.Request(url, body, {"content-type": "application/json"})
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S):
-                pass
+            body = {"model": MODEL, "prompt": TOKENS, "max_tokens": 1}
+            post(self.replicas[engine].endpoints["url"], "/v1/completions", body)
 
     def mismatched(self, worker_id: str, rank: int = 0) -> str:
         row = self.until(
@@ -165,15 +162,12 @@ def test_two_streams_of_one_patched_publisher_are_one_engine(
             body = {"worker_id": worker_id, "model": "m", "patch_endpoint": f"tcp://{host}:{port}"}
             router.request("POST", "/register", body | {"url": f"http://127.0.0.1:{ord(worker_id[-1])}"})
             router.wait_connected(worker_id)
-        deadline = time.monotonic() + TIMEOUT_S
-        while {router.worker(worker_id)["state"] for worker_id in ("w0", "w1")} != {"mismatched"}:
-            assert time.monotonic() < deadline, router.request("GET", "/workers")
-            time.sleep(0.05)
+        for worker_id in ("w0", "w1"):
+            router.wait_row(worker_id, lambda row: row["state"] == "mismatched")
         assert "both have the publisher" in router.worker("w1")["reason"]
         assert router.query("m", "w0", tuple(prompt(5)), None)["gpu"] == 0
         router.unregister("w1")
-        while router.worker("w0")["state"] != "live" or not router.query("m", "w0", tuple(prompt(5)), None)["gpu"]:
-            assert time.monotonic() < deadline, router.request("GET", "/workers")
-            time.sleep(0.05)
+        router.wait_row("w0", lambda row: row["state"] == "live")
+        until(lambda: router.query("m", "w0", tuple(prompt(5)), None)["gpu"], "w0 is not credited")
     finally:
         engine.close()
