@@ -225,7 +225,7 @@ async def test_the_longest_path_that_fits_is_used_itself(tmp_path: Path) -> None
 
 
 async def test_wrong_settings_end_in_one_line_with_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded, "START_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(embedded, "START_TIMEOUT_S", 1.0)
     file = tmp_path / "file"
     file.touch()
     busy = tmp_path / "busy"

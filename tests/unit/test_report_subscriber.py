@@ -118,8 +118,10 @@ async def test_a_silent_publisher_is_greeted_until_it_is_heard_again(context: Co
     async with FakeReporter(context) as reporter:
         reporter.heartbeat_s = 0.02
         async with read(reporter, context) as stream:
-            await stream.until_kind(Loaded)
-            await stream.until_kind(PatchSilent)
+            loaded = await stream.until_kind(Loaded)
+            # On a busy machine it is silent before everything is loaded.
+            if not any(isinstance(item, PatchSilent) for item in loaded):
+                await stream.until_kind(PatchSilent)
             greeted = reporter.asked(HelloRequest)
             # The subscriber requests hellos again and again.
             await eventually(lambda: reporter.asked(HelloRequest) > greeted + 1)
