@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tiers of an engine's cache that earn credit, as one table.
 
-A hit has its tokens by tier, and answers, costs, sentences and tables have an entry for each tier of `TIERS`. A further
-tier is one more entry; its blocks count once `router/index/matching/judge.py` has a rule for them.
+A hit has its tokens by tier. The answers, the costs, the sentences that explain a choice and the printed tables have an
+entry for each tier of `TIERS`. To add a tier, add an entry there; its blocks earn credit once
+`router/index/matching/judge.py` has a rule for them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ class Tier(msgspec.Struct, frozen=True):
 
     # Its field in answers: the tokens reused with this tier and those before it.
     name: str
-    # Its medium in events, in Redis keys and as the label of a metric.
+    # The name of its medium in events and in Redis keys, and as the label of a metric.
     medium: str
     # The meaning of the field in answers, for the OpenAPI document.
     meaning: str
@@ -23,7 +24,7 @@ class Tier(msgspec.Struct, frozen=True):
     origin: str
     # The heading of its column in tables.
     heading: str
-    # The cost of a token that is loaded back from it instead of computed, in computed tokens, until it is measured.
+    # The assumed cost of loading a token from this tier, if computing a token costs 1; a measured cost replaces it.
     token_cost: float
 
 
@@ -39,7 +40,7 @@ TIERS = (
 )
 MEDIA = tuple(tier.medium for tier in TIERS)
 TOKEN_COSTS = tuple(tier.token_cost for tier in TIERS)
-# The place of the one tier whose loads are measured (`worker_speed.py`).
+# The index in TIERS of the only tier whose loads are measured (`worker_speed.py`).
 MEASURED = 1
 
 

@@ -105,7 +105,7 @@ def _response(fields: Mapping[str, msgspec.Raw]) -> Mapping[str, Any]:
 
 
 def _outcome(about: Mapping[str, Any], response: Mapping[str, Any]) -> Outcome:
-    """Return the outcome in a line. Raises Unjudged."""
+    """Return the worker and the token counts of a request from a log line. Raises Unjudged if a count is not valid."""
     usage_fields = about.get("usage") or response.get("usage")
     usage = usage_of(usage_fields) if isinstance(usage_fields, dict) else None
     cached = about.get("cached_tokens")

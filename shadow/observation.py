@@ -73,7 +73,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Observation(msgspec.Struct, frozen=True):
-    """One request."""
+    """A request that another router placed, and the query to this router's index about it."""
 
     # The body of the `/select` that queries the index.
     question: bytes

@@ -256,7 +256,7 @@ class ShadowRun:
             self._tally.skip(problem.reason, problem.detail)
 
     async def _look_again(self, client: IndexClient) -> None:
-        """Read the fleet again, if the last time is long enough ago, as it has no worker of that name."""
+        """Read the list of workers again, to find new ones, unless it was read less than FLEET_AGAIN_S ago."""
         if self._clock() < self._fleet_due_s:
             return
         self._fleet_due_s = self._clock() + FLEET_AGAIN_S

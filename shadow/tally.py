@@ -67,7 +67,7 @@ class Unplaced(msgspec.Struct):
 
 
 class Ours(msgspec.Struct):
-    """Requests for which this router's own choice is known, and other sums of the same requests."""
+    """Sums of the requests for which this router's own choice is known; each is in `Placed` or `Unplaced` too."""
 
     requests: int = 0
     # Tokens that this router's choice would have reused.

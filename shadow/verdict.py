@@ -27,7 +27,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     held: Mapping[str, int]
     # The worker that this router would choose.
     ours: str
-    # Whether the prompt had not been served yet.
+    # Whether the index answered before the engine served the prompt; afterwards the hits may include the prompt itself.
     is_before: bool
 
 

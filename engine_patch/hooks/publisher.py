@@ -74,9 +74,9 @@ class DroppingQueue(queue.Queue[Any]):
 
 
 def unblock(publisher: Any) -> None:
-    """Exchange the publisher's queue and counter.
+    """Replace the publisher's queue and counter, so that a full queue drops batches instead of blocking the engine.
 
-    The publisher's thread may still wait for the old queue, which stays empty; the thread looks again in 0.1 s.
+    The publisher's thread may still wait for the old queue, which stays empty; it turns to the new one within 0.1 s.
     """
     seqs = Seqs()
     dropping_queue = DroppingQueue(publisher._event_queue.maxsize, seqs)

@@ -105,7 +105,7 @@ class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
     # Requests and steps
 
     def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
-        """Start the promotion request that `Tiering` keeps for each request."""
+        """Attach an empty `PromotionRequest` to the request, where `Tiering` notes the chunks that it needs."""
         req_context.set_state(PromotionRequest())
         return base.RequestOffloadingContext()
 

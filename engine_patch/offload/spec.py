@@ -59,7 +59,7 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
                 f"cpu_bytes_to_use is {self._settings.cpu_bytes}, less than one chunk of {padded(self._chunk_bytes)} bytes "
                 f"({self.blocks_per_chunk} blocks, {self._ranks} ranks): raise it, or lower blocks_per_chunk"
             )
-        # The disk threads' view of the slots, in the scheduler's process.
+        # The memory of the slots for the disk threads, which run in the scheduler's process.
         self._disk_region: Region | None = None
         self._manager: HybridOffloadingManager | None = None
         self._worker: HybridOffloadingWorker | None = None

@@ -112,7 +112,11 @@ class Ledger:
                 self._forget_largest()
 
     def report(self, events: Iterable[ReportEvent]) -> list[ReportEvent]:
-        """Apply the events, and return those to send, so that a reader's state equals the ledger."""
+        """Apply the events, and return those to send.
+
+        A reader that applies the returned events has the same blocks as the ledger: events of media that are not
+        reported are left out, and a medium that outgrows the bound is cleared.
+        """
         reported: list[ReportEvent] = []
         for event in events:
             if self._withheld.covers(event.medium):
@@ -133,7 +137,10 @@ class Ledger:
         return [ReportCleared(medium, reason) for medium in media]
 
     def places(self) -> list[PlaceSummary]:
-        """Return the totals of every place (a group on a medium) that holds at least one block."""
+        """Return the number of blocks and copies, and the digest, of every place that holds at least one block.
+
+        A place is a KV cache group on a medium.
+        """
         return [_summary(place, counts) for place, counts in self._places.items()]
 
     def freeze(self) -> FrozenLedger:

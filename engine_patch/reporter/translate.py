@@ -108,8 +108,8 @@ def translate(events: Iterable[Any], notes: Notes, left_out: Collection[int] = (
         elif name in ("BlockStored", "AllBlocksCleared"):
             _flush(removed, reported)
             if name == "AllBlocksCleared":
-                # No hook reported this clear, so it comes from the GPU's pool, the only one that every version empties
-                # in this way.
+                # A clear that a hook has reported already has a note and is skipped above. So this one comes from the
+                # GPU's pool, the only pool for whose reset every version sends this event.
                 reported.append(ReportCleared(GPU, "prefix cache reset"))
             elif event.block_hashes:
                 reported.append(_stored(event, position))

@@ -108,11 +108,11 @@ class Feature:
             self._log.warning("kvrouter: what follows from %s being off failed", self.name, exc_info=True)
 
     def install(self, check: Callable[[], str | None], apply: Callable[[], None]) -> None:
-        """Patch the place, or turn the feature off if that is not possible.
+        """Patch the engine's code for this feature, or turn the feature off if that is not possible.
 
         Args:
-            check: Returns how the place differs from the known versions, or None if it does not.
-            apply: Patches the place.
+            check: Returns how the engine's code differs from the known versions, or None if it does not.
+            apply: Patches the engine's code.
         """
         if not self.on:
             return

@@ -13,9 +13,9 @@ MAX_KINDS = 64
 
 
 class ThrottledLog:
-    """A log of warnings that writes the first of a kind, and later how many more of that kind there were.
+    """A log that writes at most one warning of each kind a minute, and with the next one how many were left out.
 
-    Facts are part of the text, because vLLM's formatter shows nothing else.
+    The facts of a warning are part of its text, because vLLM's formatter shows nothing else.
     """
 
     def __init__(self, log: logging.Logger, clock: Callable[[], float]) -> None:

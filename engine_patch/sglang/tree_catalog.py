@@ -63,7 +63,7 @@ def read_groups(cache: Any) -> list[TreeGroup]:
 
 
 def read_catalog(cache: Any, groups: list[TreeGroup], dp_rank: int, version: str, model: str | None) -> DeclaredCatalog:
-    """Return the catalog of a cache, with the adapters that requests have used so far."""
+    """Return the catalog of a cache: the facts that predict its hits, and the LoRA adapters that requests used."""
     core = cache.tree_core
     page = int(core.page_size)
     bigrams = bool(core.is_eagle)

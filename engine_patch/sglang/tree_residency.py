@@ -45,7 +45,7 @@ class TreeGroup(NamedTuple):
 
 
 class TreePlace(NamedTuple):
-    """A place in which digests are counted."""
+    """The group, medium and namespace of cached pages; page digests are counted separately for each combination."""
 
     group: TreeGroup
     medium: str

@@ -111,7 +111,10 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
 
     @property
     def request(self) -> int | None:
-        """Number of the snapshot to request now; None if none is needed, or the current life has not said hello."""
+        """Return the number of the snapshot request that should be under way now, or None if there should be none.
+
+        None means that no snapshot is needed, or that the publisher's current life has not sent its hello yet.
+        """
         return self._request if self._greeted else None
 
     @property

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoding of payloads from the engine patch's sockets to checked messages. Pure; never raises, whatever the bytes.
 
-The checks cover the properties that every reader relies on: hashes are whole, numbers are seqs, an epoch is short. The
-readers themselves check what the numbers add up to.
+The checks cover the properties that every reader relies on: all hashes are complete (8 bytes each), the number of the
+next message is a valid seq, and an epoch is short. The readers themselves check whether the counts and sums add up.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Events(msgspec.Struct, frozen=True, tag="events", omit_defaults=True, eq=F
 
     # The id of one life of the publisher: 16 hex digits, random.
     epoch: str
-    # When that life began, in seconds since 1970.
+    # When this life of the publisher began, in seconds since 1970.
     started_s: float
     ts: float
     events: list[ReportEvent]
@@ -170,7 +170,7 @@ class DeclaredCatalog(msgspec.Struct, frozen=True, omit_defaults=True):
     extra_keys_form: str = "tagged"
     # Blocks that the offload tier stores as one; None if there is no such tier.
     offload_blocks_per_chunk: int | None = None
-    # From name to path, as loaded: both are hashed.
+    # The path of each LoRA adapter by its name, both as given when it was loaded, because block hashes cover both.
     lora_paths: dict[str, str] = {}
     model_name: str | None = None
     dp_rank: int = 0

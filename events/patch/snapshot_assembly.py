@@ -16,7 +16,8 @@ from kvrouter.events.patch.items import Snapshot, SnapshotPlace
 from kvrouter.events.patch.messages import DIGEST_MASK, PlaceSummary, SnapshotPart, unpack_hashes
 from kvrouter.events.vllm.messages import MAX_NAME_CHARS, HashArray
 
-# These are 160 MB of hashes. A node with 2 TB of offload memory and blocks of 128 KB has 16 million.
+# The hashes of this many blocks take 160 MB. A node with 2 TB of offload memory and blocks of 128 KB has 16 million
+# blocks.
 DEFAULT_MAX_SNAPSHOT_BLOCKS = 20_000_000
 
 # An engine has some ten groups and a handful of media and owners.
@@ -55,7 +56,8 @@ class SnapshotAssembly:
         """Add a part. Returns the whole snapshot once `part` is the last. Raises SnapshotError."""
         first = self._first
         if first is None:
-            # The first part is kept only for its moment, without its blocks.
+            # Keep the first part without its blocks. Only its epoch, start time and next seq are needed, which all
+            # parts share.
             first = self._first = msgspec.structs.replace(part, hashes=b"", copied=[])
         elif (part.epoch, part.started_s, part.next_seq) != (first.epoch, first.started_s, first.next_seq):
             raise SnapshotError(

@@ -26,14 +26,14 @@ LOOK_S = 0.05
 # All connections are checked after this time, or as soon as the memory has risen by RISE_BYTES since the last check.
 FULL_LOOK_S = 1.0
 RISE_BYTES = 16 << 20
-# Fewer unread bytes are no flood: they are pings of four days, or 32 MiB of memory if all frames are empty (two bytes
-# on the wire, 64 in ZMQ).
+# Unread bytes up to this number are never judged as a flood. They amount to four days of ZMQ's pings, or to 32 MiB of
+# memory if all frames are empty (two bytes on the wire, 64 in ZMQ).
 SMALL_BYTES = 1 << 20
 # The limit of the process's growth while a connection brings a message that does not end. For a message of a few large
 # frames, `max_message_bytes` is the bound; this one bounds a message of small frames.
 MAX_GROWTH_BYTES = 128 << 20
-# An allowance for bytes that the kernel has received and ZMQ has not read, and for the beginning of a message that came
-# before the last look.
+# An allowance for bytes that the kernel has received but ZMQ has not read yet, and for the beginning of a message that
+# had already arrived at the previous check.
 SLACK_BYTES = 8 << 20
 
 MIB = 1 << 20
@@ -64,7 +64,8 @@ class Inflow:
     def __init__(self, limits: InflowLimits, delivered_bytes: int = 0) -> None:
         """Begin with a new connection. `delivered_bytes` were read from the socket before this connection."""
         self._limits = limits
-        # Bytes that are not payload (framing, handshake, pings), up to the last time that all messages were read.
+        # The received bytes that belong to no message (framing, handshake, pings). They are known only when all
+        # messages have been read, so this is their count at the last such time.
         self._base_bytes = -delivered_bytes
         self._delivered_bytes = delivered_bytes
         # The process's memory when this connection last had next to nothing unread, or at its first check.

@@ -224,7 +224,7 @@ class Link:
         if self._monitor is not None:
             assert self._socket is not None
             with contextlib.suppress(zmq.ZMQError):
-                # The context may be gone.
+                # The call fails if the ZMQ context is terminated already.
                 self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._monitor = None

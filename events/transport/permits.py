@@ -80,5 +80,5 @@ class Permit:
         self.granted = False
 
     def end(self) -> None:
-        """Return the permit, granted or not. Safe to call twice."""
+        """Give the permit back, or give up waiting for it if it is not granted yet. Safe to call twice."""
         self._permits.give_back(self)

@@ -34,8 +34,7 @@ class RequestClient(ABC):
         self._settings = settings
         self._permits = permits
         self._wake = wake
-        # The number of the request for which the connection is open and its place among concurrent requests is taken; 0
-        # for none.
+        # The number of the request under way, 0 if there is none. It waits for its permit, or has an open connection.
         self._number = 0
         self._permit: Permit | None = None
         self._link: Link | None = None

@@ -393,9 +393,10 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
             self._lose(self._expected, self._expected, f"the replay stopped before its end: {reason}")
 
     def _lose_unless_contradicted(self, reason: str) -> None:
-        """Give up the position without a proof, unless a held batch contradicts the known life.
+        """Give up the position if the known life stays unproven and the next seq cannot decide.
 
-        If held batches were dropped or are old, the next seq alone proves nothing.
+        It cannot if held batches were dropped or are old. Even then the position is kept if the first held batch
+        that is not old has a seq below the expected one, because that batch contradicts the known life.
         """
         expected = self._expected
         if expected is None or not (self._held.overflowed or self._held.old):
@@ -443,7 +444,8 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         old, held.old, held.overflowed = held.old, 0, False
         while held and not self._holding():
             seq, batch, _ = held.pop()
-            # A held batch from before a replay of the whole ring, if the replay lacks it, is older than the ring.
+            # An old batch (`HeldBatches.old`) before the expected seq was repeated by the replay, or is older than the
+            # publisher's ring. It must not pass for the first batch of another life.
             outdated = old > 0 and self._expected is not None and seq < self._expected
             old -= 1
             if not outdated and not self._accept(batch):

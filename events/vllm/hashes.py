@@ -49,7 +49,7 @@ def parse_hashes(raw: msgspec.Raw) -> HashArray:
 
 
 def parse_many(raws: Sequence[msgspec.Raw]) -> list[HashArray] | None:
-    """Return the hashes of many encoded arrays in one pass, or None if they do not all share one row width.
+    """Return the hashes of many msgpack arrays in one pass, or None unless all hashes are encoded in one known length.
 
     The results are slices of one array, which is cheap for events with a single hash each, as vLLM's removals are.
     """

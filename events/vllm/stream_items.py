@@ -105,7 +105,9 @@ class Proven(msgspec.Struct, frozen=True):
     """A proof, after a resume or a reconnect, that the publisher's life is that of batch `seq`, the last known one."""
 
     seq: int
-    # `next_seq` occurs only without a replay endpoint: the next seq came, which another life can reach accidentally.
+    # How it was proven: `replay`, the replay endpoint returned the known batch; or `next_seq`, used only if there is no
+    # replay endpoint: the batch with the next seq came. The latter is weaker, because a restarted engine may happen to
+    # reach the same seq.
     how: Literal["replay", "next_seq"]
 
 

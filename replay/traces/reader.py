@@ -22,7 +22,7 @@ from kvrouter.replay.traces.request import Request
 # Raises ValueError if a tokenizer alone cannot tokenize the body.
 Tokenize: TypeAlias = Callable[[str, dict[str, Any]], NDArray[np.int64]]
 
-# The usual ratio for English text and code with tokenizers of 100,000 tokens and more.
+# The usual bytes of text in a token, for English text and code and for vocabularies of 100,000 tokens and more.
 BYTES_PER_TOKEN = 4.0
 # The length of an answer whose length is not known.
 OUTPUT_TOKENS = 256
@@ -39,7 +39,7 @@ class ReadOptions:
     # Tokens of an answer whose length is not in the trace.
     output_tokens: int = OUTPUT_TOKENS
     tokenize: Tokenize | None = None
-    # Sentences on the parts that are estimated or left out, once each.
+    # Sentences about parts of the trace that are estimated or left out (keys of a dict, so that none occurs twice).
     notes: dict[str, None] = field(default_factory=dict)
 
     def note(self, sentence: str) -> None:

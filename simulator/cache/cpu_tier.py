@@ -83,12 +83,12 @@ class CpuTier:
             self._idle += self._readers[key] == 0
 
     def begin_store(self, offered: dict[Key, int], uses: Uses) -> list[Key] | None:
-        """Make room for the offered chunks that the tier lacks, and mark them as being written.
+        """Make room for those of a request's chunks that the tier lacks, and mark them as being written.
 
         Args:
             offered: The chunks, each with the position in tokens where it ends in the text. None of them is evicted to
                 make room for the others.
-            uses: The uses of the request that offers the chunks.
+            uses: The chunks that the request has used. The offered ones are added, except those already being written.
 
         Returns:
             The keys to write, or None if there is not enough room; then nothing is stored.
@@ -118,7 +118,7 @@ class CpuTier:
                 self._readers.move_to_end(key)
 
     def take_events(self) -> list[CacheEvent]:
-        """Return the arrivals and evictions since the last call, oldest first."""
+        """Return the events of chunks that arrived in or left the tier since the last call, oldest first."""
         events, self._events = self._events, []
         return events
 

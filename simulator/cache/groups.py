@@ -243,13 +243,21 @@ class WindowGroup(Group):
         return min(held, super().peak_blocks(tokens, chunk_tokens))
 
     def mask(self, start: int, end: int, boundaries: Sequence[int]) -> list[bool] | None:
-        """Return the blocks that a hit at a multiple of the scheduler block size needs."""
+        """Return which of the blocks start..end-1 a hit at a multiple of the scheduler block size needs.
+
+        None means all of them.
+        """
         return self.store_mask(start, end, boundaries, self.geometry.scheduler_block_size, None)
 
     def store_mask(
         self, start: int, end: int, boundaries: Sequence[int], align: int | None, last: int | None
     ) -> list[bool] | None:
-        """Return the last blocks of each segment and before each boundary: as many as a window needs."""
+        """Return which of the blocks start..end-1 to keep: as many as a window needs before each of several positions.
+
+        The positions are the end of each segment of `retention_interval` tokens (`align` tokens without an interval),
+        the end of block `last - 1` if `last` is given, and each boundary if there is an interval. Returns None to keep
+        all blocks.
+        """
         size, interval = self.block_size, self.geometry.retention_interval
         if align is None or align % size:
             return None
@@ -323,7 +331,7 @@ class MambaGroup(Group):
         return states
 
     def forget_states(self, job: Job) -> None:
-        """Forget the states that this job cached since the last `take_states`."""
+        """Drop this job's states from those that the next `take_states` returns, because its blocks are released."""
         if self._states:
             self._states = [state for state in self._states if state[0] is not job]
 
@@ -358,7 +366,7 @@ class MambaGroup(Group):
         return -(-computed // self.block_size) * self.block_size + 1
 
     def skipped_tokens(self, computed: int) -> int:
-        """Return all tokens but the last: a state stands for everything before it."""
+        """Return how many leading tokens are no longer needed: all but the last; a state stands for all before it."""
         return computed - 1
 
     def drop_skipped(self, table: Table, computed: int) -> None:

@@ -22,8 +22,9 @@ class PrefixHit:
     # Per group, one entry for each block of the hit; the null block where the group needs none.
     blocks: tuple[list[Block], ...]
     tokens: int
-    # The length at which another group's prefix ended beyond the common hit, or 0. Sparse groups keep a checkpoint
-    # there, so that the next prompt with the same beginning can resume at it.
+    # The longest prefix that some group could resume at alone, if it is longer than the hit of all groups, or 0. Groups
+    # that keep only some of their blocks keep those needed there, so that the next prompt with the same beginning can
+    # resume at this length.
     junction: int
 
 

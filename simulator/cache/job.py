@@ -59,7 +59,7 @@ class Job:
     given_blocks: list[list[int]] = field(default_factory=list)
     # Whether a load writes into the request's blocks.
     loading: bool = False
-    # Whether the blocks that a load has written are findable.
+    # False from the start of a load until the blocks that it wrote are committed, so that other requests can find them.
     committed: bool = True
     finished: bool = False
     aborted: bool = False

@@ -65,8 +65,8 @@ class Offload:
         self._order = full + self._sparse
         self._mamba_size = next((shape.block_size for shape in self._shapes if shape.kind == "mamba"), None)
         sizes = {self._shapes[g].block_size for g in full}
-        # Loads end at multiples of this many tokens, so a chunk that can serve none is not stored. None: there is no
-        # single such number.
+        # Every load ends at a multiple of this many tokens, so a chunk that no load can use is not stored. None: groups
+        # of full attention have different block sizes, so there is no such single number.
         self._align = sizes.pop() if len(sizes) == 1 else None
         if not full:
             self._align = max(shape.block_size for shape in self._shapes)

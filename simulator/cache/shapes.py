@@ -65,7 +65,8 @@ class Geometry:
             raise UnsupportedGeometry("a model has at least one KV cache group")
         sizes = {group.block_size for group in self.groups}
         if any(group.kind == "mamba" for group in self.groups) and len(sizes) > 1:
-            # Mixed sizes with Mamba mean hits inside a block and copies on write, which are not simulated.
+            # With Mamba, different block sizes lead to hits that end inside a block and to copies on write. Neither is
+            # simulated.
             raise UnsupportedGeometry(f"Mamba groups need one block size for all groups, not {sorted(sizes)}")
         if any(group.kind == "chunked_local_attention" for group in self.groups) and len(sizes) > 1:
             # vLLM asserts it (single_type_kv_cache_manager.py, ChunkedLocalAttentionManager).

@@ -63,7 +63,7 @@ class DemoOptions:
     shape: str = "gemma3"
     requests: int = 48
     seed: int = 7
-    # The router's policy.
+    # The policy by which the router chooses workers (its flag `--policy`).
     policy: str = "kv"
     # Prompts of a trace, instead of those made from `seed`.
     prompts: Sequence[Prompt] = ()

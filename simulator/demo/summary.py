@@ -30,7 +30,7 @@ class Row:
     # The hit that was predicted for the chosen replica when it was chosen, and the one that it reported.
     promised: int
     reused: int
-    # The replica that a router would choose that knows only full attention.
+    # The replica that would be chosen by a router that knows only full attention.
     full_attention_choice: int
 
     @property

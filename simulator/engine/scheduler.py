@@ -241,10 +241,10 @@ class Scheduler:
         return tokens if tokens and self.cache.resume(job, tokens) else 0
 
     def _admit(self, job: Job, budget: int) -> int | None:
-        """Begin a request, or the load that it starts with.
+        """Begin a request, or the load of stored tokens that comes before it.
 
-        Returns the tokens to compute (for a load, any number but 0), 0 if the request does not fit now, or None if
-        another transfer must end before its load is known.
+        Returns the tokens to compute, 0 if the request does not fit now, or None if another transfer must end before it
+        is known what can be loaded. If a load begins, any number but 0 is returned.
         """
         total = job.text.num_tokens
         hit = self.cache.find(job.text.hashes, total)

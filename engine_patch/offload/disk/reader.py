@@ -118,9 +118,9 @@ class DiskReader:
         self._finished: list[Finished] = []
 
     def open(self) -> list[OffloadKey]:
-        """Return the keys that can be read now, oldest first; they are not among the changes.
+        """Return the keys that can be read now, oldest first; `take_changes` does not return them again.
 
-        A missing folder is awaited. May be called once.
+        If the folder does not exist yet, later looks try to find it. May be called once.
         """
         if self._health.state is not State.NEW:
             raise ValueError(f"the disk tier was opened before and is {self._health.state}: make another one")
@@ -197,7 +197,7 @@ class DiskReader:
         return changes
 
     def clear(self) -> None:
-        """Note a reset of this engine: no key can be read until the writer was reset as often."""
+        """Note a reset of this engine, and hide all keys while the writing engine was not reset equally often."""
         self._hide()
         self._ahead += 1
         self._life += 1

@@ -177,7 +177,7 @@ class DiskTier:
 
     @property
     def state(self) -> State:
-        """The state of the disk."""
+        """Return whether the disk is new, on, full, off after errors, or closed."""
         return self._health.state
 
     @property

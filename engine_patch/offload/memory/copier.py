@@ -153,7 +153,7 @@ def _bytes(slots: torch.Tensor) -> npt.NDArray[np.int8]:
 
 
 def _places(memory: npt.NDArray[np.int8], page_bytes: int) -> PageArray:
-    """Return a page for every byte of memory; the pages overlap, and a page's index is the byte at which it begins."""
+    """Return overlapping views of one page each, for every byte at which a page fits: view i begins at byte i."""
     count = len(memory) - page_bytes + 1
     return _items(np.lib.stride_tricks.as_strided(memory, (count, page_bytes), (1, 1)))
 

@@ -54,9 +54,9 @@ class CudaCopier:
         self._load_stream = torch.cuda.Stream(self._device)
 
     def fence(self) -> Any:
-        """Return an event after everything that the engine has computed so far.
+        """Return an event that occurs once the device has done all work that the engine has queued so far.
 
-        A load waits for it too, because the engine may be about to zero the load's blocks.
+        Loads wait for it too, because that work may still have to zero the blocks that a load fills.
         """
         return torch.cuda.current_stream(self._device).record_event()
 

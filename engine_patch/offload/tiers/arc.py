@@ -64,7 +64,7 @@ class ArcPolicy:
     def add(self, key: OffloadKey) -> None:
         """Put an absent key into T1, or into T2 if it is a ghost."""
         if key in self._returning:
-            # `victims` has already learned from this key and dropped old ghosts.
+            # `victims` has already adapted the target for this returning ghost, and dropped the oldest ghosts.
             self._returning.remove(key)
             self._t2[key] = None
             return
@@ -99,7 +99,7 @@ class ArcPolicy:
 
         The incoming keys teach before the choice, and their places in T1 and T2 count in it.
         """
-        # Take enough candidates from each list for every sequence of choices below.
+        # Take up to `count` candidates from each list, because all choices below may fall on the same list.
         candidates_t1, passed_t1 = oldest(self._t1, count, may_evict)
         candidates_t2, passed_t2 = oldest(self._t2, count, may_evict)
         if len(candidates_t1) + len(candidates_t2) < count:

@@ -31,7 +31,7 @@ class LruPolicy:
 
     def touch(self, key: OffloadKey) -> None:
         """Make a used key the youngest."""
-        # A key that is set aside becomes the youngest anyway.
+        # A key that is set aside is not in the order. It becomes the youngest anyway when it can be evicted again.
         if key in self._order:
             self._order.move_to_end(key)
 

@@ -267,7 +267,7 @@ class Tiering:
         self._miss(wish.awaited)
         wish.awaited.clear()
 
-    # Steps
+    # Scheduler steps, and the results that a step collects
 
     def end_step(self) -> None:
         """Collect finished disk jobs and start new ones; called after all look-ups of a step."""
@@ -354,7 +354,8 @@ class Tiering:
     def _touch(self, keys: Sequence[OffloadKey]) -> None:
         self._cpu.touch(keys)
         if self._disk is not None:
-            # Last first, as in the CPU tier; a chunk that is used in memory is as young on disk.
+            # A use in memory also counts as a use on disk. The last key is touched first, as in the CPU tier, so that
+            # the first key is the youngest.
             self._disk.touch(keys[::-1])
 
     def _arrived(self, keys: Sequence[OffloadKey]) -> None:

@@ -138,7 +138,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     endpoints: Mapping[str, EndpointAnswer] = {}
     # Seconds by which each engine's clock is ahead of this process's, by URL.
     engine_clocks: Mapping[str, float] = {}
-    # Model, URL and problem for each place where the tokens of texts are not known to be the engine's.
+    # The cases in which the router's tokens of a text may differ from the engine's: model, engine's URL (empty if the
+    # case concerns no single engine) and problem.
     tokens: Sequence[tuple[str, str, str]] = ()
     # Models whose texts mostly have no tokens.
     missing_tokens: Sequence[MissingTokens] = ()

@@ -413,7 +413,8 @@ class Assembly:
         if self._part is None:
             announce(start_line(self._config, listener, workers, gateway_port), os.environ)
         else:
-            # The supervisor reads the number, and announces itself once all its processes serve.
+            # Tell the supervisor the number of workers. It takes the line as the sign that this process serves, and
+            # announces itself once all its processes serve.
             print(workers, flush=True)
 
 

@@ -119,7 +119,10 @@ class Stopping:
             self._starting.cancel()
 
     def on_supervisor_gone(self) -> None:
-        """Stop like on SIGTERM, because stdin was closed; call it when stdin is readable after the order was read."""
+        """Stop as on SIGTERM, because the supervisor has gone and stdin is closed.
+
+        Call it when stdin becomes readable after the order, the one line that the supervisor writes, has been read.
+        """
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
         log.warning("the supervisor is gone")
         self.on_signal(signal.SIGTERM)

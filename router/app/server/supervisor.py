@@ -55,7 +55,7 @@ class ChildOrder(msgspec.Struct, frozen=True):
 
     config: Config
     part: ProcessPart
-    # The source of `config`.
+    # The settings file and the flags from which `config` was read, besides the environment.
     origin: Origin
 
 

@@ -87,7 +87,7 @@ class DirectTask:
             return
         self._awaited = None
         if asyncio.current_task(loop) is not None:
-            # Another task is running; it continues first.
+            # asyncio allows one current task at a time: let the running task continue, and resume after it.
             loop.call_soon(self.resume)
             return
         _enter_task(loop, self)  # type: ignore[arg-type]

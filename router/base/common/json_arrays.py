@@ -81,8 +81,8 @@ def token_array(raw: NDArray[np.uint64] | msgspec.Raw, *, is_msgpack: bool) -> N
         except struct.error:
             index = next(i for i, token in enumerate(ids) if not 0 <= token <= MAX_TOKEN_ID)
             raise _bad_token(index) from None
-    # The limit has all lower bits set, and a negative id read as unsigned has the highest bit, so one comparison of all
-    # bits finds both.
+    # All lower bits of MAX_TOKEN_ID are set, and a negative id has the highest bit if read as unsigned. So the bitwise
+    # OR of all ids exceeds the limit if, and only if, some id is negative or too large: one comparison suffices.
     if all_bits(ids) > MAX_TOKEN_ID:
         raise _bad_token(int(np.argmax(ids > MAX_TOKEN_ID)))
     return ids.view(np.int64)

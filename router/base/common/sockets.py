@@ -31,9 +31,9 @@ def untaken_bytes(transport: asyncio.WriteTransport) -> int:
 
 
 def poller(transport: asyncio.BaseTransport, events: int) -> select.poll:
-    """Return a poll object whose `poll(0)` returns at once which of `events`, or errors, hold now.
+    """Return a poll object for the transport's socket; `poll(0)` shows at once which `events` or errors hold now.
 
-    Use it only while the transport is open.
+    Use the poll object only while the transport is open.
     """
     poll = select.poll()
     poll.register(transport.get_extra_info("socket").fileno(), events)

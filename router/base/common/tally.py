@@ -35,7 +35,7 @@ class TextCollector(Collector):
     """
 
     def text(self) -> str:
-        """Return the metric in the text format of `generate_latest`."""
+        """Return the metric as text, in the format that prometheus_client's `generate_latest` writes."""
         raise NotImplementedError
 
 

@@ -281,7 +281,7 @@ def _open_lock(path: Path) -> int:
 
 
 def _not_opened(path: Path, error: OSError) -> EmbeddedStoreError:
-    # Opening a FIFO that nobody reads for writing fails with ENXIO.
+    # ENXIO: the path is a FIFO that no process has open for reading, so it cannot be opened for writing.
     why = "it is no file of its own; remove it" if error.errno in (errno.ELOOP, errno.ENXIO) else error.strerror
     return EmbeddedStoreError(f"{path} cannot be opened ({why}), or choose another --data-dir")
 

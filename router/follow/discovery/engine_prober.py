@@ -34,8 +34,8 @@ PATHS = " nor ".join(engine.info_path for engine in ENGINES.values())
 
 log = logging.getLogger(__name__)
 
-# The interval of queries that were answered, and so the delay until changes of a restarted engine are noticed. An answer
-# costs an engine some microseconds.
+# The time from an answered query to the next one, and so the delay until changes of a restarted engine are noticed. An
+# answer costs an engine some microseconds.
 AGAIN_S = 5.0
 # The interval of queries without an answer. An engine takes minutes to load its weights, so a shorter interval would
 # only fill its log.

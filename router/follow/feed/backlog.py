@@ -34,7 +34,7 @@ class HeldChunks:
         self.size_bytes = 0
 
     def hold(self, chunk: Chunk) -> None:
-        """Count one more backlog that holds the chunk."""
+        """Note that one more backlog holds the chunk; the first one adds the chunk's bytes to `size_bytes`."""
         chunk.readers += 1
         if chunk.readers == 1:
             self.size_bytes += len(chunk.data)

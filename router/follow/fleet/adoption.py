@@ -123,7 +123,8 @@ class Adoption:
             taken += 1
         tags = {keys.worker_tag(worker) for worker in former}
         gone = {tag: raw for tag, raw in adopted.workers.items() if tag not in tags}
-        # If the count of changes did not rise, or some entries cannot be read, these workers were lost, not dropped.
+        # A worker missing from the former schema's registry was dropped there only if the count of changes rose and
+        # every entry can be read. Otherwise it was lost, and stays registered here.
         if version > adopted.version and not unreadable:
             for tag, raw in gone.items():
                 await self._drop(tag, raw)

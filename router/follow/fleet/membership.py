@@ -45,7 +45,8 @@ class _Router(msgspec.Struct):
 
     token: str
     heartbeat: Heartbeat
-    # Whether the heartbeat was there at the first look.
+    # Whether the heartbeat was in the store when this process first looked. If so, the router counts at first even
+    # though its heartbeat has not changed yet (UNPROVEN_LOOKS).
     was_first: bool
     # Whether this process saw the heartbeat's count change.
     beats: bool = False

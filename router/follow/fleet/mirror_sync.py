@@ -39,9 +39,9 @@ from kvrouter.router.index.store.store import IndexStore
 
 log = logging.getLogger("kvrouter.mirror")
 
-# How many log entries, and how many transitions, are applied before the event loop may answer questions again. This is
-# about a millisecond at 2,048 transitions an entry, and some milliseconds for the largest possible entry
-# (MAX_PENDING_BLOCKS of a stream).
+# How many log entries, and how many transitions (a block became resident or stopped being so), are applied before the
+# event loop gets to answer requests again. This takes about a millisecond at 2,048 transitions an entry, and some
+# milliseconds for the largest possible entry (MAX_PENDING_BLOCKS of a stream).
 ENTRIES_PER_TURN = 8
 BLOCKS_PER_TURN = 32_768
 
@@ -69,9 +69,9 @@ class _Reloading(msgspec.Struct):
 
 
 class MirrorSync:
-    """The keeper of the mirror for the registry's streams, whose MirrorSource it is.
+    """The component that writes the mirror; the registry's streams use it as their `MirrorSource`.
 
-    See the module for the invariant.
+    Invariant: each worker's part of the mirror has exactly one writer, as the module's docstring explains.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class MirrorSync:
             raise RuntimeError(f"{worker} is not led here: its log in the store writes the mirror")
 
     def take_image(self, image: WorkerImage) -> None:
-        """Make the worker's part of the mirror equal to the image, and follow the log from there."""
+        """Replace the worker's blocks in the mirror with those of its stored image, and follow its log from there."""
         worker = image.worker
         if worker in self._led:
             raise RuntimeError(f"{worker} is led here: its stream writes the mirror")

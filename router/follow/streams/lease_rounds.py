@@ -86,7 +86,8 @@ class LeaseRounds:
         self._is_known = False
         # The index of the member with which the next round begins.
         self._next = 0
-        # Set from the first renewal on. A worker's lease that is taken earlier would be free for all processes.
+        # Set by the first renewal. Before it, this process has no lease of its own, so any other process could take
+        # over the lease of a worker that this process has taken.
         self.begun = asyncio.Event()
 
     def join(self, member: RoundMember) -> None:

@@ -48,7 +48,7 @@ META_ENGINE_CACHE = "engine_cache"
 # one's.
 META_STATE_LEASE = "state_lease"
 
-# The errors that `restore` raises for meta of another version or another program.
+# The errors of reading a worker's `meta` in Redis that another version of the router, or another program, has written.
 RESTORE_ERRORS = (msgspec.MsgspecError, ValueError, OverflowError, KeyError, RecursionError)
 
 # The fields of meta that describe the catalog and the hash scheme. Few commits contain them.
@@ -85,12 +85,12 @@ def state_fields(
     disk: str = "",
     cache: EngineCache = NOTHING_SAID,
 ) -> dict[str, bytes]:
-    """Return the state as it is written into meta.
+    """Return the state as fields of the worker's `meta` in Redis.
 
     Args:
         state: The worker's state.
         reason: Why it is in this state.
-        credited: Whether the worker is credited.
+        credited: Whether its blocks count as hits.
         start_s: When the engine's process started, None if it is unknown.
         disk: The problem of the engine's disk.
         cache: The KV cache as the engine's metrics page describes it.

@@ -34,9 +34,10 @@ log = logging.getLogger("kvrouter.stream")
 GREET_FIRST_S = 0.25
 GREET_KNOWN_S = 3.0
 
-# While the engine's own topic is followed, looks for the patch last PROBE_S each, and each pause between them is sixteen
-# times the one before. A new connection starts the pauses over, because it may be another life of the engine, with the
-# patch. The last pause therefore only bounds how late a patch is found that is added to a running engine.
+# While the engine's own topic is followed, the router looks for the patch again and again. Each look lasts PROBE_S, and
+# each pause between two looks is sixteen times the one before. A new connection starts the pauses over, because the
+# engine may have restarted with the patch. The longest pause, PROBE_PAUSE_LAST_S, therefore only bounds how late a
+# patch is found that is added to a running engine.
 PROBE_S = 1.0
 PROBE_PAUSE_FIRST_S = 1.0
 PROBE_PAUSE_LAST_S = 300.0

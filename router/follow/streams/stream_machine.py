@@ -26,7 +26,7 @@ class Phase(StrEnum):
     ELSEWHERE = "elsewhere"
     # This process leads. It is not decided yet which of the two streams is followed.
     LOOKING = "looking"
-    # This process leads, and reads the engine's own topic.
+    # This process leads, and reads the engine's built-in event topic, not the reports of the engine patch.
     STOCK = "stock"
     # This process leads, and reads the patch's reports.
     REPORTS = "reports"
@@ -66,7 +66,7 @@ class Action(StrEnum):
     """An action that the shell must take."""
 
     NOTHING = "nothing"
-    # Forget what was learned here, and show the state that the worker's follower publishes.
+    # Forget what this process learned, and show the state that the process that follows the worker publishes.
     SHOW_OTHERS = "show_others"
     # Lead with the blocks in memory.
     CONTINUE = "continue"

@@ -54,7 +54,7 @@ class StreamServices:
     mirror: MirrorSource
     # Publishes the events of the fleet.
     feed: EventFeed
-    # Bounds the bytes that event sources may bring.
+    # Ends connections on which an event source sends more unread bytes than it may.
     watch: FloodWatch = dataclasses.field(default_factory=FloodWatch)
     # The secret CURVE key of the router for the engines' patches; None makes a new one for each connection.
     patch_secret: bytes | None = dataclasses.field(default=None, repr=False)

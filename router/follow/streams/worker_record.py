@@ -214,7 +214,7 @@ class WorkerRecord:
             self._changed()
 
     def _draw(self) -> None:
-        """Apply new changes of the residency to the mirror, and publish them; do nothing without a lead."""
+        """Apply new changes of the worker's blocks to the mirror and publish them, if this process leads the mirror."""
         if self.lead is None:
             return
         flush = self.lead.draw(self.ingest.held)

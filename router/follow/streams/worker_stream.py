@@ -163,13 +163,13 @@ class WorkerStream:
         return self.record.peer.counts() if self.record.is_elsewhere else self.ingest.held.blocks.counts()
 
     def judge(self, *, alone: bool, contradiction: str, note: str, refused: str = "") -> None:
-        """Take a judgement of this worker that considers the rest of the fleet.
+        """Accept the verdict on this worker that follows from judging all registrations together.
 
         Args:
             alone: Whether no other rank of the worker id is registered.
-            contradiction: Why the worker's events must be another engine's.
-            note: Another problem of its registration.
-            refused: Why its engine refuses this router's queries.
+            contradiction: Why the worker's events must come from another engine; empty if they need not.
+            note: Another problem of its registration; empty if there is none.
+            refused: Why its engine refuses this router's queries; empty if it does not.
         """
         facts = self.record.facts
         if contradiction != facts.contradiction and contradiction:

@@ -39,7 +39,7 @@ class IngestCounters(msgspec.Struct):
     # Blocks held that a snapshot of the same life did not have, and blocks of the snapshot that were not held.
     ghost_blocks: int = 0
     lost_blocks: int = 0
-    # Blocks beyond the bounds of one worker (`residency.py`), which earn no credit.
+    # Blocks refused because one worker had more blocks or places than `residency.py` allows. They never count as hits.
     refused: int = 0
     # Batches that name another data-parallel rank.
     foreign: int = 0

@@ -58,7 +58,7 @@ class Ingest:
 
     @property
     def state(self) -> StreamState:
-        """State of the worker, derived from its profile."""
+        """Return the state of the worker's event stream, derived from its profile."""
         return self.profile.state
 
     @property
@@ -145,9 +145,10 @@ class Ingest:
             self.stock.apply(item, now)
 
     def on_liveness(self, sign: VitalSign) -> None:
-        """Apply a sign of the engine's life or death over HTTP.
+        """Apply a sign of the engine's life or death that was seen over HTTP.
 
-        The caller must read the stream again where another life may have begun.
+        After `EngineBack` and `EngineRestarted` the caller must read the stream again, because the engine's process may
+        be another one.
         """
         contact = self.profile.contact
         if isinstance(sign, EngineAbsent):

@@ -115,7 +115,7 @@ class Residency:
         return np.empty(0, np.uint64) if held is None else held.table.hashes()
 
     def sums(self) -> dict[Place, PlaceSum]:
-        """Return the sums of every place that holds something."""
+        """Return the number of blocks and copies, and the digest, of each place that holds something."""
         return {
             place: PlaceSum(len(held.table), held.copies, held.digest)
             for place, held in self._held.items()

@@ -46,8 +46,8 @@ AnEvent = TypeVar("AnEvent", bound=Event)
 # leave ghost blocks behind, so the epoch is voided.
 REMOVING_TAGS = frozenset({None, "BlockRemoved", "AllBlocksCleared"})
 
-# Remembered combinations of group, medium, size, kind and window, which the learner need not see again; an engine has
-# some ten.
+# The most combinations of group, medium, block size, kind and window that are remembered, because a stored block of a
+# known combination usually shows nothing new about the catalog. An engine has some ten combinations.
 MAX_SHAPES = 1_024
 
 # How long the engine's HTTP may take to show that its process is the same, where the next seq is the only other proof:

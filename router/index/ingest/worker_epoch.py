@@ -66,9 +66,9 @@ class WorkerEpoch:
         self.profile.forget_learned()
 
     def rewrite_epoch(self) -> None:
-        """Let the next flush bring all blocks held as a new epoch.
+        """Make the next flush write to Redis, as a new epoch, all blocks that the worker holds.
 
-        Use it where Redis has lost the worker's epoch, or has too old a state of it to continue from.
+        Use it where Redis has lost the worker's epoch, or has a state of it that is too old to continue from.
         """
         self.epoch, self._opens_epoch = self._new_epoch(), True
         self._first_seq = self.seq

@@ -97,7 +97,8 @@ class Contact(msgspec.Struct):
     process_start_s: float | None = None
     # The start of the engine's process, as reported over its HTTP since the last batch.
     reported_start_s: float | None = None
-    # When the next seq came after a new connection, while only the engine's HTTP can prove that it is the same life.
+    # When the next expected batch came over a new connection, if only the engine's HTTP can prove that the engine did
+    # not restart meanwhile. None: no such proof is awaited.
     next_seq_s: float | None = None
     # Why a connection was closed that brought more than it may; empty once there is another connection.
     flood: str = ""
@@ -112,7 +113,7 @@ class Ranks(msgspec.Struct):
     allowed: frozenset[int] | None
     # The rank that events named last, None if none was named yet.
     published: int | None = None
-    # Why that rank is not the worker's; empty if it may be.
+    # Why events of the rank `published` are not the worker's; empty if nothing contradicts them.
     problem: str = ""
     # Whether batches of another rank were left out, so that their changes are missing.
     skips: bool = False
@@ -183,7 +184,7 @@ class WorkerProfile:
 
     @property
     def _stated(self) -> CatalogSpec:
-        """The user's statements about the catalog, completed by those that hold for all engines of this kind."""
+        """Return the catalog as the user stated it, completed by the values that all engines of this kind share."""
         return self.engine.completed(self.registration.catalog or CatalogSpec())
 
     def _learner(self) -> CatalogLearner:

@@ -122,7 +122,10 @@ class ModelWrites:
         writes.written += blocks * exp(self._exponent)
 
     def known(self, worker: WorkerKey, blocks: int) -> None:
-        """Count blocks that a worker held before this router looked, which age no other blocks."""
+        """Count blocks that a worker held before this router looked.
+
+        Unlike a new store, they do not age other blocks.
+        """
         writes = self._worker(worker)
         self._hold(writes, writes.held_blocks + blocks)
         writes.written += blocks * exp(self._exponent)
@@ -192,7 +195,7 @@ class ModelWrites:
 
 
 class CacheWrites:
-    """The writes of every model's workers."""
+    """The counts of blocks that were written lately into the workers' GPU caches, by model."""
 
     def __init__(self) -> None:
         self._models: dict[str, ModelWrites] = {}

@@ -138,7 +138,8 @@ class HashPlans(msgspec.Struct, frozen=True, eq=False):
 
     # The workers with a known scheme, by scheme and hash block size.
     by_scheme: dict[tuple[HashScheme, int], HashPlan]
-    # All workers that can be judged, for questions that bring hashes; None if there is none.
+    # A plan of all workers that are not in `withheld`, for questions that bring block hashes instead of tokens. None
+    # if there is no such worker.
     by_hash: HashPlan | None
     # The largest hash block size of these workers, in tokens; 0 if there is none.
     hash_block_size: int
@@ -207,7 +208,10 @@ def _withheld(mirror: Mirror, view: WorkerView) -> str | None:
 
 
 class Matcher:
-    """The answers to questions from one mirror. It is not thread-safe, because the segment memory is shared."""
+    """The calculation of every worker's hit for a question, from the blocks in one mirror.
+
+    It is not thread-safe, because all calls share the cache of hashed segments.
+    """
 
     def __init__(self, mirror: Mirror, memory: SegmentMemory) -> None:
         self._mirror = mirror

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The index in memory: which worker holds which block in which place.
 
-`mirror_sync.py` alone writes it: a worker that this process follows from its stream, any other worker from its log in
-Redis. The mirror judges no hits and does not depend on catalogs.
+`mirror_sync.py` alone writes it. The blocks of a worker that this process follows come from the worker's event stream,
+those of any other worker from its log in Redis. The mirror does not compute how much of a prompt a worker would reuse
+(`judge.py` does), so it needs no catalog of an engine's groups.
 
 Invariant: a block that a worker holds in several groups or media is one record with several place bits.
 """
@@ -36,7 +37,8 @@ class WorkerSlots(msgspec.Struct):
     epoch: str
     # The worker's slots, one for each bank.
     slots: list[int]
-    # The bit index of each of the worker's places.
+    # The index of each place of the worker (a KV cache group on a medium): bit `index % BANK_BITS` of bank
+    # `index // BANK_BITS` shows that a block is resident there.
     places: dict[Place, int]
     # Blocks of this epoch that found no room, so that they earn no credit.
     refused_blocks: int = 0
@@ -68,7 +70,10 @@ class Mirror:
 
     @property
     def entries(self) -> int:
-        """Number of (worker, bank, block) in the table, including those of dead epochs that are not swept yet."""
+        """Number of records in the table: one for each block, worker and bank (a group of 16 of its places).
+
+        The records of ended epochs count until they are swept.
+        """
         return int(self.table.entries)
 
     @property

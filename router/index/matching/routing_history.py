@@ -40,7 +40,13 @@ class RoutingHistory:
         return len(self._expiry_s)
 
     def sent(self, life: Life, pieces: list[int], now_s: float) -> None:
-        """Record that a prompt of these pieces was sent to a worker's present process."""
+        """Record that a prompt was sent to a worker's present process.
+
+        Args:
+            life: The worker and the number of its process.
+            pieces: The names of the prompt's pieces, from its beginning, as `pieces_of` returns them.
+            now_s: The present time.
+        """
         # The last piece comes first, because a prompt's end must be dropped before its start if room is lacking.
         for piece in reversed(pieces):
             self._expiry_s[life, piece] = now_s + self._ttl_s

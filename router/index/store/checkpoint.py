@@ -24,7 +24,8 @@ from kvrouter.router.index.store import keys
 # Bytes of one hash in the STRING.
 HASH_BYTES = 8
 
-# The cost of one log entry in hashes, for the log and for a router that loads it: some 130 bytes.
+# The cost of one log entry besides its hashes, for the log and for a router that loads it: as much as this many hashes,
+# some 130 bytes.
 ENTRY_BLOCKS = 16
 # A tail up to this size, 128 KiB, is never too long.
 TAIL_BLOCKS = 16_384

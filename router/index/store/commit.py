@@ -35,7 +35,8 @@ class Commit(msgspec.Struct, frozen=True):
     first_seq: int
     last_seq: int
     changes: list[ResidencyDelta] = []
-    # (place, block hash, number of copies): 2 or more is stored, fewer deletes the number.
+    # (place, block hash, number of the block's copies there). The store keeps only numbers of 2 or more; a lower one
+    # deletes the stored number.
     copies: list[tuple[Place, int, int]] = []
     # Further fields of `meta` to set, none of `keys.META_FIELDS`.
     meta: dict[str, bytes] = {}

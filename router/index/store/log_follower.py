@@ -228,10 +228,10 @@ class _Reader:
         return items
 
     async def _check_positions(self) -> None:
-        """Reload the workers of which we read entries that the store no longer has.
+        """Reload each worker of whose log the store has fewer entries than this process has read.
 
-        After a crash of the store, no newer entries may ever come. Call this when the connection stands. A store that
-        restarts later breaks the connection and is checked again.
+        A store that lost entries in a crash may never get newer ones, whose numbers would reveal the loss. Call this
+        after each connection: if the store restarts later, the connection breaks, and the next one is checked.
         """
         positions = list(self._positions.values())
         if not positions:
@@ -309,7 +309,7 @@ class LogFollower:
         return all(reader.runs for reader in self._readers.values())
 
     def add_image(self, image: WorkerImage) -> None:
-        """Follow a worker from its loaded image on."""
+        """Follow a worker's log from the state in its loaded image on."""
         self.add(image.worker, image.log_id, image.commits)
 
     async def remove(self, worker: WorkerKey) -> None:

@@ -12,7 +12,7 @@ from kvrouter.router.base.redis_client.errors import ReplyError, StoreError
 from kvrouter.router.base.redis_client.resp import command, info_field
 from kvrouter.router.base.redis_client.servers import Servers
 
-# For three small answers. A server that takes longer is reported by the followers of its logs.
+# The limit for each of three small queries. If a server takes longer, the tasks that follow its logs report it.
 TIMEOUT_S = 2.0
 
 
@@ -35,7 +35,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     save: str | None = None
     # The last failure of its persistence.
     failing: str = ""
-    # The folder of its data.
+    # The folder in which it keeps its data files (`dir`).
     directory: str = ""
     # Its clock, since 1970.
     time_s: float | None = None

@@ -38,7 +38,8 @@ async def load_image(transactions: Transactions, worker: WorkerKey) -> WorkerIma
     meta_key, log_key = keys.meta(worker), keys.log(worker)
 
     async def read(connection: Connection) -> WorkerImage:
-        # A new worker has only an empty head. For any other worker, the first round only shows which keys to read.
+        # Begin with the `meta` of a new worker, which is empty. For any other worker, the first round only reads its
+        # real `meta`, which shows which keys the next round must read.
         head = Head.of(meta_key, *[None] * len(_FIELDS))
         for _ in range(LOAD_ATTEMPTS):
             stored = [keys.residents(worker, head.epoch or "", keys.parse_place(text)) for text in head.places]

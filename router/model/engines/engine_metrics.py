@@ -54,7 +54,7 @@ def engine_ranks(page: bytes, gauges: EngineGauges) -> tuple[int, ...]:
 
 
 def engine_life(page: bytes, gauges: EngineGauges) -> float | None:
-    """Return a number that differs between any two processes of the engine, or None if the page has none."""
+    """Return the number on the /metrics page that differs between any two engine processes, or None if it has none."""
     match = gauges.life.search(page)
     try:
         return None if match is None else float(match[1])

@@ -150,7 +150,7 @@ class SchemeVerified(msgspec.Struct, frozen=True):
 
 
 class SchemeUnexplained(msgspec.Struct, frozen=True):
-    """The verdict that no candidate yields the announced hash."""
+    """The verdict that no candidate hash scheme yields the hash that the engine announced for a block."""
 
     # Whether the block has no extra keys. Only such a block proves that the scheme is unknown: engines older than the
     # tags (vllm#44701) hash bare names and salts, so their plain blocks verify and their salted ones do not.

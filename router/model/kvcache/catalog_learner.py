@@ -225,7 +225,7 @@ class CatalogLearner:
         self.version += 1
 
     def _contradicts_names(self, group_idx: int | None) -> bool:
-        """Return whether this group has a number and settled groups have none, or the reverse.
+        """Return whether this group has a number although groups known for certain have none, or the reverse.
 
         An engine numbers all its groups, or it has one group without a number.
         """
@@ -243,12 +243,12 @@ class CatalogLearner:
             seen.recent_sizes.add(block_size)
 
     def stored(self, event: BlockStored, *, shows_tier: bool = True) -> None:
-        """Learn from a Stored event about its group, even if the event's list of hashes is empty.
+        """Learn about a KV cache group from one of its Stored events, even if the event's list of hashes is empty.
 
         Args:
             event: The event.
-            shows_tier: Whether an event of another medium than the GPU still has the shape in which its connector sent
-                it.
+            shows_tier: Whether the shape of an event of a medium other than the GPU shows which connector sent it.
+                False for events built from the patch's reports, and for SGLang.
         """
         seen = self._touch(event.group_idx, event.medium)
         if seen is not None and event.group_idx in self._judged_at:
@@ -325,7 +325,7 @@ class CatalogLearner:
 
     @property
     def wants_roots(self) -> bool:
-        """Whether `roots` may still teach something."""
+        """Whether the chunk size is still unknown, so that `roots` should get the first blocks of prompts."""
         return self._blocks_per_chunk is None
 
     def roots(self, event: BlockStored, hashes: Iterable[int]) -> None:

@@ -187,9 +187,10 @@ def floor_chunked_local(
     drop: bool,
     align: int,
 ) -> int:
-    """Return the floor of chunked local attention: the run of resident blocks in the chunk that max_length lies in.
+    """Return the floor of chunked local attention: where the resident run ends that begins with max_length's chunk.
 
-    Blocks before that chunk need not be resident.
+    The floor is the longest prefix of at most max_length that the group allows. Blocks before the chunk that max_length
+    lies in need not be resident.
     """
     block: int = tables.specs[s, SPEC_BLOCK]
     scale = block // hash_block

@@ -77,7 +77,7 @@ BANK_BITS = 16
 
 
 class BankMask(msgspec.Struct, frozen=True):
-    """The bit of a place within its bank; mask 0 means that the worker has no such place."""
+    """A bank (a row of 16 place bits) and the bit of a place in it; mask 0 means that the worker has no such place."""
 
     bank: int
     mask: int

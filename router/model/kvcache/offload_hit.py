@@ -223,7 +223,8 @@ def chunks_hit(tables: RuleTables, row: int, w: int, num_tokens: int, local: int
 def suffix_hit(tables: RuleTables, row: int, w: int, first: int, last: int, num_tokens: int, local: int) -> int:
     """Return how many tokens after the first `local` ones a SimpleCPUOffloadConnector provides.
 
-    The tier's spec groups, from `first` to before `last`, judge the rest of the prompt.
+    The rules of the tier's spec groups are applied to the rest of the prompt; the groups have the indices `first` to
+    `last - 1` in `tables.specs`.
     """
     for s in range(first, last):
         # If a chunk of local attention would not begin at its own boundary, vLLM 0.33 offers nothing, and 0.32 offers

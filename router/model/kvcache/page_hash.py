@@ -22,7 +22,8 @@ from kvrouter.router.model.workers.hash_algorithms import LOOKAHEAD_TOKENS
 _SALT_TAG = b"sglang-cache-salt-v1\0"
 _NAMESPACE_TAG = b"sglang-kv-event-namespace-v1"
 
-# Precedes the ids of a page that are written in 8 bytes each. It makes the length odd, unlike that of any other page.
+# Put before the bytes of a page whose ids are written in 8 bytes each, because one of them does not fit in 4. The
+# length is then odd, which that of no other page is, so the two forms cannot be confused.
 _WIDE_TAG = b"\xff"
 
 # Each id of a page is written in this number of bytes, unless one of them does not fit.

@@ -18,10 +18,10 @@ Send = Callable[[list[bytes]], None]
 
 
 class AnswerTap:
-    """The tap of one answer. Times are those of the clock.
+    """The tap through which one answer passes to the client. Times are those of `clock`.
 
-    `first_s` is the time of the first bytes, or of a stream's first event; None until then. `was_alone` is whether
-    the request was alone at its worker at that time.
+    `first_s` is the time of the first bytes, or of a stream's first event; None until then. `was_alone` is whether,
+    until that time, this process had no other request at the worker.
     """
 
     __slots__ = ("_clock", "_flight", "_reader", "_send", "_streams", "first_s", "last_s", "pause_s", "was_alone")

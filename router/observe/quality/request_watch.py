@@ -253,7 +253,7 @@ class RequestWatch:
             "path": self._path,
             "model": None if question is None else question.model,
             "status": self._status,
-            # One of those in `ProxyMetrics`.
+            # One of the outcomes that `ProxyMetrics` lists.
             "outcome": outcome,
             "worker": None if placement is None else placement.worker.route_name,
             "selection_id": None if placement is None else placement.selection_id,

@@ -56,7 +56,7 @@ class WorkerGauge(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def worker(self) -> WorkerKey:
-        """The worker's key."""
+        """Return the key of the worker whose engine made the report."""
         return WorkerKey(self.model, self.worker_id, self.dp_rank)
 
 
@@ -73,7 +73,7 @@ class ReservationEnd(msgspec.Struct, frozen=True, array_like=True):
 class LoadMessage(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """One message of a process."""
 
-    # The sender's name.
+    # The name of the router process that sent the message.
     process: str
     # Whether `totals` are all that the sender has; otherwise only those that changed.
     whole: bool

@@ -75,7 +75,7 @@ class PendingPrefixes:
 
     def __init__(self, max_names: int = MAX_NAMES) -> None:
         self._max = max_names
-        # Expiry time at each worker, by name.
+        # For the name of each prefix, the time at which it expires at each worker.
         self._expiry_s: OrderedDict[int, dict[WorkerKey, float]] = OrderedDict()
 
     def __len__(self) -> int:

@@ -75,7 +75,7 @@ class PromptAhead:
 
         Args:
             question: The prompt.
-            names: The names that `names_of` returns for it. If the prompt has images, only its names are compared.
+            names: The hashes of the prompt's prefixes, from `names_of`. A prompt with images is compared by them alone.
             hash_block_size: Tokens of a block.
         """
         self.names = names

@@ -72,7 +72,7 @@ class LoadModel:
         # The cost of a token that is loaded back, by tier, in computed tokens.
         self.token_costs = TOKEN_COSTS
         self.prompts = PromptLengths()
-        # Running means over the prompts that were placed.
+        # Running means over the requests that were placed: the tokens to prefill, and the length of the context.
         self._prefill_tokens = FIRST_PREFILL_TOKENS
         self._context_tokens = FIRST_CONTEXT_TOKENS
 

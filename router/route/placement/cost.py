@@ -39,17 +39,18 @@ from kvrouter.router.route.load.worker_load import Correction, LoadModel
 from kvrouter.router.route.placement.copies import NO_COPIES, Copies
 from kvrouter.router.route.placement.policies import LEAST_COST, Policy
 
-# The cost of a token of context that is being decoded, for a new prompt. The prompt's chunks share their steps with the
-# running sequences, and a sequence of some thousand tokens takes 0.2 to 0.4 ms of a step (simulator/engine/timing.py),
-# as much as 4 to 6 tokens of prefill, in each of the one to three steps of a prompt. With a higher value, queues
-# elsewhere get longer (benchmarks/results/2026-choosing.md).
+# The cost that each context token of the sequences running at a worker adds to a new prompt, in tokens of prefill. The
+# prompt's chunks share their steps with the running sequences. A sequence of some thousand tokens takes 0.2 to 0.4 ms
+# of a step (simulator/engine/timing.py), as much as 4 to 6 tokens of prefill, in each of the one to three steps of a
+# prompt. A higher value lengthens the queues of other workers (benchmarks/results/2026-choosing.md).
 DECODE_TOKEN_COST = 0.001
 
-# A worker may hold a hybrid model's blocks of full attention beyond the last point where the prompt can resume, because
-# windows or states were not kept there. Where such a prompt diverges, vLLM keeps a checkpoint (a junction), and the
-# next prompt with this beginning resumes there: computing that part at this worker is worth nearly as much as a hit.
-# The share is below 1, so that of two equal lengths the actual hit wins. With 0.25 a short queue outweighs most of it;
-# benchmarks/results/2026-choosing.md has the effect.
+# A worker may hold a hybrid model's blocks of full attention beyond the last point where a prompt can resume, because
+# windows or states were not kept there. Where such a prompt diverges from those blocks, vLLM keeps a checkpoint (a
+# junction), and the next prompt with the same beginning resumes there. So a prompt that is computed at this worker
+# creates reuse worth nearly as much as a hit. This share of the tokens up to the junction that cannot be reused yet is
+# subtracted from the worker's cost. It is below 1, so that of two equal lengths the actual hit wins. With 0.25 even a
+# short queue outweighs most of the bonus; benchmarks/results/2026-choosing.md has the effect.
 JUNCTION_SHARE = 0.9
 
 # Computing a prompt delays all later ones and evicts blocks that they might have reused. By queueing theory (one

@@ -61,7 +61,7 @@ class HitSource(Protocol):
         ...
 
     async def hash_ahead(self, question: Question) -> None:
-        """Hash a long prompt in turns, before `hits` is called.
+        """Hash a long prompt before `hits` is called, in short pieces between which other requests are answered.
 
         Raises:
             UnknownModel: No worker serves the model.

@@ -58,9 +58,9 @@ class Share:
 
     @property
     def value(self) -> float:
-        """The share of offered tokens that were reused, from 0 to 1.
+        """The share of reusable tokens that answers did reuse, from 0 to 1; before any answer, the prior share.
 
-        It is 0 if evictions took more tokens than were reused.
+        It is 0 if evictions took more tokens from the expected hits than were reused beyond them.
         """
         return max(0.0, self._came / self._offered) if self._offered else self._prior
 

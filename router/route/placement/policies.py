@@ -96,7 +96,7 @@ def full_attention_only(contest: PolicyInput, rng: Random) -> int:
 
 
 def _best(keys: Sequence[object], rng: Random) -> int:
-    """Return the place of one of the largest keys."""
+    """Return the index of one of the largest keys, chosen at random."""
     best = max(keys)  # type: ignore[type-var]
     return rng.choice([i for i, key in enumerate(keys) if key == best])
 
@@ -115,7 +115,7 @@ class Policy(NamedTuple):
 
     name: str
     pick: Pick
-    # Whether it samples even where costs differ.
+    # Whether it picks at random even if the costs differ, a cheaper worker more often.
     softened: bool = False
 
 

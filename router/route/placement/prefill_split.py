@@ -36,7 +36,7 @@ class PrefillOutcome(StrEnum):
     """The outcome of the decision, as the metrics name it."""
 
     REMOTE = "remote"
-    SHORT = "short"  # fewer uncached tokens than the setting
+    SHORT = "short"  # fewer uncached tokens at the decode worker than `SplitRules.min_tokens`
     CHEAPER_HERE = "cheaper_here"
     SATURATED = "saturated"  # every prefill worker has too much to do
     UNAVAILABLE = "unavailable"  # none takes anything: down, draining, its breaker open

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from kvrouter.router.route.placement.choose import Choice
 
-# How long a selection can be reserved. Clients reserve right after the choice; a minute also covers one that waits for
-# something else first.
+# How long after the choice a selection can still be reserved. Clients usually reserve at once; a minute also suffices
+# for a client that first waits for something else.
 SELECTION_TTL_S = 60.0
 # Some 2 kB each.
 MAX_SELECTIONS = 4_096

@@ -51,7 +51,7 @@ class Prompt(msgspec.Struct, frozen=True, eq=False, gc=False):
     # The known ids from the beginning (int64), as the engine will have them; None if none is known.
     token_ids: NDArray[np.int64] | None
     source: Source
-    # Why not all ids are known, with the fix.
+    # Why some token ids are not known, and how to fix that.
     problem: str = ""
     # The number of known ids if not all are known; None otherwise.
     known_tokens: int | None = None

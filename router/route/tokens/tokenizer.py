@@ -175,7 +175,8 @@ class TextTokenizer:
         elif isinstance(request, TokensUnknown):
             prompt = _unknown(request, len(body.raw))
         else:
-            # The ids are complete, so this needs no deadline and no place among the requests that wait.
+            # The request itself contains all token ids, so this needs no deadline and no place in the queue of waiting
+            # requests.
             prompt = Prompt(len(request), request, "given")
         if counts:
             self._count(model, prompt, start_s)
@@ -398,7 +399,11 @@ class TextTokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def _trusted_local(self, model: str, request: TokenRequest) -> RenderQuirks | None:
-        """Return the quirks with which the local tokenizer agrees with all engines, or None if it does not."""
+        """Return the quirks (`RenderQuirks`) to tokenize this request with locally, or None if that cannot be trusted.
+
+        It can be trusted if trials of the request's features gave the tokens of every engine, or if the model has no
+        engine to compare with.
+        """
         if not self._engines.of(model):
             # There is no engine to compare with; `health` reports that.
             return self._local[model].likely_quirks()[0]

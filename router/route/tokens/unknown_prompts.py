@@ -24,7 +24,7 @@ OF_THE_REQUEST: frozenset[Reason] = frozenset({"refused", "media", "embeds"})
 
 
 class MissingTokens(msgspec.Struct, frozen=True):
-    """A model most of whose texts have no tokens."""
+    """A model for which the router found no tokens for most of the last text prompts."""
 
     model: str
     # How many of the last `counted` texts had no tokens.

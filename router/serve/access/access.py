@@ -128,7 +128,8 @@ class Access:
         self._wall_clock = wall_clock
         self._rate_per_s = config.registrations_per_s
         self._burst = BURST_SHARE * config.max_workers
-        # The registration bucket of each key, by the key's name. Requests without a key share one.
+        # The token bucket that limits the registrations of each API key, by the key's name. Requests without a key
+        # share one.
         self._buckets: dict[str, TokenBucket] = {}
         self._setting = None if config.api_key is None else setting_key(config.api_key)
         files = certificate_files(config)

@@ -13,7 +13,7 @@ class Scope(StrEnum):
     ASK = "ask"
     # Proxied requests, and models.
     PROXY = "proxy"
-    # Every answer that shows predicted hits (questions, choices, reservations), and models.
+    # Requests whose answers show predicted hits (questions, choices, reservations), and queries for the models.
     HITS = "hits"
     # Registering, changing, draining and removing workers.
     REGISTER = "register"

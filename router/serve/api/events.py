@@ -65,7 +65,7 @@ class _Subscriber:
         self._client = client
         self._backlog = Backlog(held)
         self._is_paused = False
-        # The last text for the client; with None, its answer breaks off.
+        # The comment to send before the answer ends regularly. If it is None, the connection is broken off instead.
         self._comment: bytes | None = None
         self.ended = asyncio.Event()
 

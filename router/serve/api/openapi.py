@@ -129,7 +129,7 @@ PROXIED_NOTE = (
 PROXIED_PROBLEMS = (400, 404, 413, 429, 502, 503, 504)
 
 
-# The places of our endpoints. Generated clients take the first one.
+# The base URLs of our endpoints (`servers` in OpenAPI). Generated clients use the first one.
 SERVERS = [
     {"url": VERSION, "description": "stable"},
     {"url": "/", "description": "the same, without a version"},

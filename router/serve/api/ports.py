@@ -117,7 +117,7 @@ class TokensPort(Protocol):
         ...
 
     def health(self) -> Sequence[str]:
-        """Return why tokens differ from the engines'; empty if none do."""
+        """Return why prompts have no tokens, or tokens not known to be the engine's own; empty if nothing is wrong."""
         ...
 
 

@@ -107,7 +107,12 @@ class QueryRoutes:
         return query_reply(hits, question.explain, question.held)
 
     def _template(self, name: tuple[str, bool], table: HitTable) -> QueryTemplate | None:
-        """Return the template for this model and table, or None if there can be none."""
+        """Return the template of replies for the table, cached while its plan stays the same; None if none fits.
+
+        Args:
+            name: The key in the cache: the model, and whether the question has hashes in place of tokens.
+            table: The hits of all workers.
+        """
         cached = self._templates.get(name)
         if cached is None or cached[0] is not table.plan:
             if len(self._templates) >= MAX_TEMPLATES:

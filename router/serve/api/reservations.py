@@ -101,9 +101,9 @@ def load_routes(core: CorePort, placer: Placer, selecting: SelectRoutes) -> APIR
         responses=gives(EndedReply, 404, 413, 503),
     )
     async def output_block(request: Request, selection_id: str) -> Response:
-        """Mark the prefill as complete.
+        """Mark the prefill as complete, and change nothing else.
 
-        The expected length of an answer was counted with its prompt, so a block adds nothing.
+        A block of the answer adds no load, because the expected length of the answer was counted with its prompt.
         """
         await placer.prefill_complete(selection_id)
         return respond(request, ENDED)

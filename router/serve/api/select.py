@@ -46,7 +46,7 @@ from kvrouter.router.serve.api.responses import candidate_replies, overlap_of
 # The block size in `decode_blocks` while the model's is not known.
 USUAL_BLOCK_TOKENS = 16
 
-# A body, with its tokens or its hashes if these are the prompt.
+# A decoded body with its token ids and its block hashes. One of them is the prompt; both are None if it is a text.
 _Read = tuple[Any, NDArray[np.int64] | None, NDArray[np.uint64] | None]
 
 
@@ -136,7 +136,7 @@ class SelectRoutes:
         return decide(_ask(body, question, request.bounds))
 
     def _known(self, body: Any, tokens: NDArray[np.int64] | None, hashes: NDArray[np.uint64] | None) -> Question:
-        """Return the question of a prompt whose tokens or hashes are in the body."""
+        """Return the question to the index for a body that has its prompt as tokens or hashes."""
         return self._asking.question(
             body,
             tokens,

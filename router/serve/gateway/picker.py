@@ -56,7 +56,7 @@ class Shed(RouterError):
 
 
 class Picker:
-    """The picker of endpoints for gateways."""
+    """The endpoint picker of the Gateway API Inference Extension, which chooses a worker for a gateway's request."""
 
     def __init__(
         self,

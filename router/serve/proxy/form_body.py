@@ -26,7 +26,7 @@ class FormModel(NamedTuple):
 
     # None if the form names no model.
     name: str | None
-    # The range of the name's bytes in the body.
+    # The bytes of the model's name are `body[start:end]`.
     start: int = 0
     end: int = 0
 

@@ -40,7 +40,10 @@ class Executor(Protocol):
 
 
 class _Queues:
-    """The state that threads and submitters share; a thread must not keep the `IoThreads` alive."""
+    """The queues that the threads share with those who submit work.
+
+    The threads refer to this object and not to the `IoThreads`, which could otherwise never be garbage-collected.
+    """
 
     def __init__(self, max_queued: int) -> None:
         self.max_queued = max_queued

@@ -26,7 +26,10 @@ class Records:
         self.stride_bytes = stride_bytes(record_bytes)
 
     def write(self, index: int, data: memoryview) -> int:
-        """Write `record_bytes` of `data` and return their checksum. Raise OSError; the record then holds anything."""
+        """Write `data`, which is `record_bytes` long, as record `index`, and return its checksum.
+
+        Raises OSError; the content of the record is then undefined.
+        """
         # The checksum is taken before the bytes are written: if they change meanwhile, the next read detects it.
         checksum = self._checksum(data)
         write_fully(self._files, self._fd, data, index * self.stride_bytes)

@@ -14,7 +14,7 @@ from kvrouter.router.model.workers.engine_answers import bracketed
 
 # Where a pod finds the credentials of its service account.
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-# The bound on the file with the namespace, whose name has 63 characters at most.
+# The most bytes that are read from the file with the namespace's name. The name has 63 characters at most.
 MAX_NAMESPACE_BYTES = 4_096
 
 

@@ -63,7 +63,7 @@ class LocalMaker(Protocol):
         ...
 
     def ids(self, request: TokenRequest, quirks: RenderQuirks) -> NDArray[np.int64]:
-        """Return the tokens that an engine with these quirks makes.
+        """Return the token ids that an engine with these quirks of reading chats would make of the request.
 
         Raises:
             TokensUnknown: Only the engine can read the request.
@@ -78,7 +78,7 @@ class LocalMaker(Protocol):
 class Verdict(msgspec.Struct, frozen=True, eq=False):
     """The results of verifying one engine."""
 
-    # Its endpoints.
+    # The engine's endpoints that turn text into tokens.
     ways: TokenEndpoints
     # Whether it has a render endpoint, and one for messages of Anthropic's API.
     renders: bool

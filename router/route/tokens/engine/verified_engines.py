@@ -236,7 +236,10 @@ class VerifiedEngines:
         return differences
 
     def _problems(self, model: str, url: str, verdict: Verdict) -> list[str]:
-        """Return how the ways to find tokens, and the model's other engines, differ from this engine."""
+        """Return a sentence for each source and kind of request whose tokens differ from this engine's own.
+
+        The sources are the local tokenizer, the engine's /tokenize, and the model's other engines.
+        """
         problems = []
         for name, results in (("the tokenizer here", verdict.local), ("its /tokenize", verdict.tokenizes)):
             for feature, result in results.items():

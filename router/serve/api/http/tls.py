@@ -171,7 +171,7 @@ class TlsHandshake(asyncio.Protocol):
         self._stops = True
 
     async def _shake(self) -> None:
-        """Do the handshake, and hand the connection over."""
+        """Do the TLS handshake, then hand the secured connection over to `_made`; abort the connection if it fails."""
         plain = self._transport
         try:
             secured = await self._loop.start_tls(
