@@ -9,10 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -21,6 +18,7 @@ from kvrouter.router.base.common.direct_task import DirectTask
 from kvrouter.router.model.upstream.connection import Connection
 from kvrouter.router.model.upstream.failure import Failure
 from kvrouter.router.model.upstream.plain_answer import plain_answer, whole_chunks
+from tests.support.engine_link import connected
 from tests.support.examples import examples
 
 VERSIONS = [b"HTTP/1.1"] * 30 + [b"HTTP/1.0", b"HTTP/1.2", b"http/1.1", b"HTTP/2"]
@@ -92,48 +90,6 @@ class General(Connection):
 
     def _take_plain(self, data: bytes) -> bool:
         return False
-
-
-class Transport:
-    """A transport that records the connection's calls; the bytes come from the test."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._end = end
-        self.closed = False
-        self.paused = False
-
-    def get_extra_info(self, name: str) -> Any:
-        return self._end
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def abort(self) -> None:
-        self.closed = True
-
-    def write(self, data: bytes) -> None: ...
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def pause_reading(self) -> None:
-        self.paused = True
-
-    def resume_reading(self) -> None:
-        self.paused = False
-
-
-@contextmanager
-def connected(kind: type[Connection], loop: asyncio.AbstractEventLoop) -> Iterator[Connection]:
-    ends = socket.socketpair()
-    connection = kind(loop)
-    connection.connection_made(Transport(ends[0]))  # type: ignore[arg-type]
-    try:
-        yield connection
-    finally:
-        connection.close()
-        for end in ends:
-            end.close()
 
 
 def outcome(kind: type[Connection], loop: asyncio.AbstractEventLoop, pieces: list[bytes], *, closes: bool) -> list[Any]:

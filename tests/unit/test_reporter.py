@@ -258,7 +258,7 @@ def test_the_engines_log_shows_the_counters_once_harm_grew(caplog: pytest.LogCap
     lines.write(2.0 + SUMMARY_S / 2)
     (line,) = caplog.messages
     assert all(f"{name}: {value}" in line for name, value in {"sent": 3, "dropped": 40, "heartbeats": 3}.items())
-    # What came since then is not forgotten.
+    # A change since then is not forgotten.
     lines.write(2.0 + SUMMARY_S)
     assert "clients_refused: 1" in caplog.messages[1]
     lines.write(2.0 + 2 * SUMMARY_S)

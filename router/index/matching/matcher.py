@@ -55,7 +55,7 @@ class HashPlan(msgspec.Struct, frozen=True, eq=False):
     views: tuple[WorkerView, ...]
     # The spec groups of each worker.
     spec_groups: tuple[tuple[SpecGroup, ...], ...]
-    # What all hits of each worker share. The states are texts, because an Enum is slow to return its text.
+    # The parts that all hits of each worker share. The states are texts, because an Enum is slow to return its text.
     workers: tuple[WorkerKey, ...]
     states: tuple[str, ...]
     reasons: tuple[str, ...]
