@@ -120,7 +120,8 @@ def main() -> int:
     if sys.argv[1:] == ["--install"]:
         return 0
     # setuptools would put the files of an earlier build into the wheel, even files that are gone from the sources.
-    shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)
+    for project in PROJECTS:
+        shutil.rmtree(project / "build" / "lib", ignore_errors=True)
     shutil.rmtree(SITE, ignore_errors=True)
     pip(python, "install", "--no-deps", "--target", str(SITE), *map(str, PROJECTS))
     arguments = sys.argv[1:]
