@@ -10,6 +10,8 @@ from msgspec import Meta
 
 from kvrouter.contract import fields, hits
 
+HELD = "with held: where the blocks of the prompt lie, place by place"
+
 
 class PromptBody(msgspec.Struct, kw_only=True):
     """The fields of every question about a prompt: the model, and what enters its block hashes beside the tokens."""
@@ -66,7 +68,7 @@ class InstanceReply(hits.Overlap, frozen=True, kw_only=True, omit_defaults=True)
     ] = None
     held: Annotated[
         tuple[hits.HeldRuns, ...] | None,
-        Meta(description="with held: where the blocks of the prompt lie, place by place"),
+        Meta(description=HELD),
     ] = None
 
 
@@ -81,7 +83,7 @@ class ExplainedInstance(InstanceReply, frozen=True, kw_only=True, omit_defaults=
     ]
     held: Annotated[
         tuple[hits.HeldRuns, ...] | None,
-        Meta(description="with held: where the blocks of the prompt lie, place by place"),
+        Meta(description=HELD),
     ] = None
 
 

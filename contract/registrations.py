@@ -33,6 +33,13 @@ ROLE = "both (default), prefill or decode"
 HANDOVER = "how it is handed a prompt that another computed: kv_transfer_params (default) or header"
 ENGINE = "vllm or sglang; by default what the engine patch or the engine's HTTP shows, else vllm"
 
+# The fields of both answers.
+LIFECYCLE = "schedulable; incomplete: without a url, or draining; unschedulable: dropped"
+EVENTS_ENDPOINT = "the ZMQ address of the engine's KV events"
+REGISTERED_REPLAY = "the ZMQ address of the engine's replay socket"
+REGISTERED_BLOCK_SIZE = "tokens in a block, as registered"
+NOTE = "what the engine did not report, and what follows from that"
+
 
 class GroupBody(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One KV cache group. Groups or block sizes that contradict the events earn no credit."""
@@ -176,13 +183,13 @@ class RegisteredReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     routing_group: Annotated[str | None, Meta(description="always default; Dynamo's clients read it")] = None
     lifecycle: Annotated[
         str | None,
-        Meta(description="schedulable; incomplete: without a url, or draining; unschedulable: dropped"),
+        Meta(description=LIFECYCLE),
     ] = None
     endpoint: Annotated[str | None, Meta(description="the engine's HTTP address")] = None
-    kv_events_endpoint: Annotated[str | None, Meta(description="the ZMQ address of the engine's KV events")] = None
-    replay_endpoint: Annotated[str | None, Meta(description="the ZMQ address of the engine's replay socket")] = None
-    block_size: Annotated[int | None, Meta(description="tokens in a block, as registered")] = None
-    note: Annotated[str | None, Meta(description="what the engine did not report, and what follows from that")] = None
+    kv_events_endpoint: Annotated[str | None, Meta(description=EVENTS_ENDPOINT)] = None
+    replay_endpoint: Annotated[str | None, Meta(description=REGISTERED_REPLAY)] = None
+    block_size: Annotated[int | None, Meta(description=REGISTERED_BLOCK_SIZE)] = None
+    note: Annotated[str | None, Meta(description=NOTE)] = None
 
 
 class DescribedReply(RegisteredReply, frozen=True, kw_only=True, omit_defaults=True):
@@ -190,11 +197,9 @@ class DescribedReply(RegisteredReply, frozen=True, kw_only=True, omit_defaults=T
 
     model_name: fields.Model
     routing_group: fields.RoutingGroup
-    lifecycle: Annotated[
-        str, Meta(description="schedulable; incomplete: without a url, or draining; unschedulable: dropped")
-    ]
+    lifecycle: Annotated[str, Meta(description=LIFECYCLE)]
     endpoint: fields.Endpoint
-    kv_events_endpoint: Annotated[str | None, Meta(description="the ZMQ address of the engine's KV events")]
-    replay_endpoint: Annotated[str | None, Meta(description="the ZMQ address of the engine's replay socket")]
-    block_size: Annotated[int | None, Meta(description="tokens in a block, as registered")]
-    note: Annotated[str | None, Meta(description="what the engine did not report, and what follows from that")] = None
+    kv_events_endpoint: Annotated[str | None, Meta(description=EVENTS_ENDPOINT)]
+    replay_endpoint: Annotated[str | None, Meta(description=REGISTERED_REPLAY)]
+    block_size: Annotated[int | None, Meta(description=REGISTERED_BLOCK_SIZE)]
+    note: Annotated[str | None, Meta(description=NOTE)] = None

@@ -2,7 +2,7 @@
 """The metric of resident blocks by worker, group and medium, counted when the metric is read.
 
 Engines name the groups and media, so both are bounded: each worker has at most MAX_GROUPS + 2 values of group and
-len(MEDIA) + 1 values of medium.
+len(LABELS) + 1 values of medium.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client.core import Metric
 
-from kvrouter.contract.tiers import TIERS
+from kvrouter.contract.tiers import MEDIA
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.common.tally import TextCollector, head_lines, label_pairs
 from kvrouter.router.base.telemetry.metric_registry import MODEL, WORKER, MetricRegistry, WorkerLabels
@@ -21,7 +21,7 @@ from kvrouter.router.model.workers.registration import MAX_GROUPS
 NAME = "kvrouter_resident_blocks"
 TEXT = "Blocks that a worker holds, also those that earn no credit"
 # The media that earn credit, and those that vLLM's secondary tiers name.
-MEDIA = frozenset({*(tier.medium for tier in TIERS), "FS", "OBJ"})
+LABELS = frozenset({*MEDIA, "FS", "OBJ"})
 GROUPS = frozenset(map(str, range(MAX_GROUPS))) | {"-"}
 OTHER = "other"
 
@@ -68,5 +68,5 @@ class ResidentBlocks(TextCollector):
                 # A place is like `g0:GPU`, some with an owner appended. Blocks of all owners of one medium are added
                 # up, and so are all that count as `other`.
                 group, medium = place[1:].split(":", 2)[:2]
-                counts[group if group in GROUPS else OTHER, medium if medium in MEDIA else OTHER] += count
+                counts[group if group in GROUPS else OTHER, medium if medium in LABELS else OTHER] += count
         return {**blocks}

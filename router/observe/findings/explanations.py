@@ -18,7 +18,7 @@ class Explanation(msgspec.Struct, frozen=True):
     remedy: str
 
 
-# By code, in the order of the codes.
+# The explanation of each code, in the order of the codes.
 EXPLANATIONS: dict[str, Explanation] = {
     "KV001": Explanation(
         "Nothing listens at the address, or the program that listens there is no router. The evidence has the "

@@ -22,7 +22,8 @@ from kvrouter.router.serve.api.requests import (
 )
 
 JSON = "application/json"
-
+# The fields of the tiers in an answer, in the order of a hit's tokens.
+TIER_FIELDS = tuple(tier.name for tier in TIERS)
 
 _json = msgspec.json.Encoder()
 _msgpack = msgspec.msgpack.Encoder()
@@ -100,8 +101,7 @@ def overlap_of(hit: Hit) -> Overlap:
 
 def _tokens(hit: Hit, ranks: dict[str, int]) -> dict[str, Any]:
     """Return the fields of an overlap; `ranks` has the longest match of each rank."""
-    by_tier = zip([tier.name for tier in TIERS], hit.by_tier, strict=True)
-    return dict(by_tier, longest_matched=hit.tokens, dp=ranks)
+    return dict(zip(TIER_FIELDS, hit.by_tier, strict=True), longest_matched=hit.tokens, dp=ranks)
 
 
 def candidate_reply(candidate: Candidate, worker_id: str | int) -> CandidateReply:
