@@ -35,6 +35,7 @@ from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.role import HandoverWay, Role
 from kvrouter.router.observe.decisions.decision_log import DecisionLog
 from kvrouter.router.observe.decisions.watch import Watch
+from kvrouter.router.observe.history.history_keeper import HistoryKeeper
 from kvrouter.router.route.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.route.placement.placer import Placer
 from kvrouter.router.route.tokens.client_body import ClientBody
@@ -266,7 +267,9 @@ def build(
         new_id=lambda: next(ids),
         prefillers=core.prefill_workers,
     )
-    return build_api(core, placer, config, HttpMetrics(registry), clock, tokens, watch=Watch(feed, decisions)), registry
+    history = HistoryKeeper(placer.traffic, writer="test", clock=lambda: 0.0, wall_clock=lambda: 0.0)
+    metrics, watch = HttpMetrics(registry), Watch(feed, decisions)
+    return build_api(core, placer, config, metrics, clock, tokens, watch=watch, history=history), registry
 
 
 async def exchange(app: HttpApi, sent: bytes, *, hang_up: bool = False) -> bytes:

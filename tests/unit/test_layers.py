@@ -52,7 +52,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("index.ingest", "index.store", "index.matching"),
         *("follow.feed", "follow.streams", "follow.fleet", "follow.discovery"),
         *("route.load", "route.placement", "route.tokens"),
-        *("observe.decisions", "observe.findings", "observe.quality"),
+        *("observe.decisions", "observe.findings", "observe.quality", "observe.history"),
         *("serve.access", "serve.proxy", "serve.gateway", "serve.page", "serve.api"),
         *("app.core", "app.diagnosis", "app.server", "app.cli"),
         "cli",

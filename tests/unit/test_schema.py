@@ -25,6 +25,8 @@ from kvrouter.router.index.store.checkpoint import pack_places, places_text
 from kvrouter.router.index.store.commit import Lease, copies_value
 from kvrouter.router.index.store.log_entry import EntryKind, entry_fields
 from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.observe.history.history_entry import HistoryEntry
+from kvrouter.router.observe.history.saved_days import COLUMNS
 from kvrouter.router.route.load.load_messages import LoadMessage
 
 FILE = Path(__file__).parents[1] / "golden" / "schema.json"
@@ -37,7 +39,7 @@ def forms() -> dict[str, Any]:
     entry = entry_fields(
         WORKER, EntryKind.COMMIT, 7, "e", (3, 4), [ResidencyDelta(PLACE, hashes, hashes[:1])], {"catalog": b"c"}
     )
-    _, structs = msgspec.json.schema_components([Registration, Heartbeat, Claims, LoadMessage], ref_template="{name}")
+    _, structs = msgspec.json.schema_components([Registration, Heartbeat, Claims, LoadMessage, HistoryEntry], ref_template="{name}")
     return {
         "schema": keys.SCHEMA,
         "former": [keys.FORMER_SCHEMA, keys.FORMER_PREFIX],
@@ -56,6 +58,10 @@ def forms() -> dict[str, Any]:
             keys.lease(WORKER),
             keys.copies(WORKER, "e"),
             keys.residents(WORKER, "e", PLACE),
+            keys.HISTORY_STEPS,
+            keys.HISTORY_MINUTES,
+            keys.savings("2026-11-27"),
+            keys.history_writer("writer"),
         ],
         "registry field": keys.registry_field(WORKER),
         "meta": sorted(keys.META_FIELDS),
@@ -65,6 +71,8 @@ def forms() -> dict[str, Any]:
         "lease": Lease("token", 7).value.decode(),
         "entry": [part.decode("latin-1") for part in entry],
         "heartbeat": VERSION,
+        "savings field": keys.savings_field("m", COLUMNS[0]),
+        "savings": list(COLUMNS),
         "structs": structs,
     }
 

@@ -22,6 +22,7 @@ from kvrouter.router.app.cli.doctor import doctor
 from kvrouter.router.app.cli.drain import drain, undrain
 from kvrouter.router.app.cli.explain import explain
 from kvrouter.router.app.cli.replay import replay
+from kvrouter.router.app.cli.savings import savings
 from kvrouter.router.app.cli.serve import epp, serve
 from kvrouter.router.app.cli.shadow import shadow
 from kvrouter.router.app.cli.sim import sim
@@ -49,7 +50,7 @@ config_app = typer.Typer(help="Describe the settings.", add_completion=False, no
 config_app.command("schema")(config_schema)
 config_app.command("markdown")(config_markdown)
 
-for command in (serve, epp, workers, drain, undrain, explain, tail, doctor, replay, shadow, demo):
+for command in (serve, epp, workers, drain, undrain, explain, tail, doctor, savings, replay, shadow, demo):
     app.command()(command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(sim)
 app.add_typer(config_app, name="config")

@@ -57,6 +57,7 @@ from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.engine_key import EngineKey
 from kvrouter.router.observe.decisions.decision_log import DecisionLog
 from kvrouter.router.observe.decisions.watch import Watch
+from kvrouter.router.observe.history.history_keeper import HistoryKeeper
 from kvrouter.router.observe.quality.request_watch import Quality
 from kvrouter.router.route.placement.placer import Placer
 from kvrouter.router.route.tokens.engine.client import Engine
@@ -148,8 +149,27 @@ class Assembly:
         except StoreError as error:
             raise StartError(_redis_problem(config, error)) from None
         tokenizer = await self._start_tokens(core, local)
-        quality = Quality(metrics.quality, time.monotonic, tracing, decisions, logs_access=config.access_log == "on")
+        quality = Quality(
+            metrics.quality,
+            time.monotonic,
+            tracing,
+            decisions,
+            traffic=placer.traffic,
+            logs_access=config.access_log == "on",
+        )
         core.registry.subscribe(view=quality.on_view, life=quality.begin_life)
+        history = HistoryKeeper(
+            placer.traffic,
+            writer=secrets.token_hex(8),
+            clock=time.monotonic,
+            wall_clock=time.time,
+            cache_sizes=core.registry.cache_sizes,
+            metrics=metrics.history,
+            servers=store.servers,
+            supervisor=self._supervisor,
+        )
+        history.start()
+        stack.push_async_callback(history.stop)
         watch = Watch(feed, decisions)
         if siblings is not None:
             siblings.own_decision = partial(find_decision, decisions)
@@ -182,6 +202,7 @@ class Assembly:
             watch,
             diagnosis,
             access,
+            history,
         )
         end_gateway, gateway_port = await self._start_gateway(core, placer, proxy, admission, quality, access)
         limits = HttpLimits(max_connections=connections_possible(HttpLimits().max_connections))

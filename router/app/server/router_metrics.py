@@ -6,6 +6,7 @@ from __future__ import annotations
 from kvrouter.router.app.core.core_metrics import CoreMetrics
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.follow.discovery.discovery_metrics import DiscoveryMetrics
+from kvrouter.router.observe.history.history_metrics import HistoryMetrics
 from kvrouter.router.observe.quality.quality_metrics import QualityMetrics
 from kvrouter.router.route.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.route.tokens.token_metrics import TokenMetrics
@@ -22,6 +23,7 @@ class RouterMetrics:
         self.placement = PlacementMetrics(registry)
         self.tokens = TokenMetrics(registry)
         self.quality = QualityMetrics(registry)
+        self.history = HistoryMetrics(registry)
         self.proxy = ProxyMetrics(registry)
         self.gateway = GatewayMetrics(registry)
         self.http = HttpMetrics(registry)

@@ -16,6 +16,7 @@ from kvrouter.router.index.matching.matcher import WorkerView
 from kvrouter.router.model.engines.engine_metrics import EngineLoad
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.role import HandoverWay, Role
+from kvrouter.router.model.workers.stream_state import StreamState
 
 
 class WorkerRegistry:
@@ -135,6 +136,16 @@ class WorkerRegistry:
     def models(self) -> list[str]:
         """Return the models of all workers, sorted."""
         return sorted({worker.model for worker in self._streams})
+
+    def cache_sizes(self) -> dict[str, list[tuple[WorkerKey, int | None]]]:
+        """Return the workers of each model that are not down, with the tokens that their caches hold, None: unknown."""
+        sizes: dict[str, list[tuple[WorkerKey, int | None]]] = {}
+        for worker, stream in self._streams.items():
+            if stream.view.state is not StreamState.DOWN:
+                cache = stream.cache
+                tokens = 0 if cache.prefix_caching is False else cache.tokens
+                sizes.setdefault(worker.model, []).append((worker, tokens))
+        return sizes
 
     def prefill_workers(self, model: str) -> frozenset[WorkerKey]:
         """Return the workers of a model that only compute prompts, for other workers."""

@@ -26,7 +26,10 @@ PROBES = {
     keys.ADOPTED: command("HLEN", keys.ADOPTED),
     keys.ROUTERS: command("HLEN", keys.ROUTERS),
     keys.CLAIMS: command("HLEN", keys.CLAIMS),
-    keys.LOADS: command("XREVRANGE", keys.LOADS, "+", "-", "COUNT", 1),
+    **{
+        key: command("XREVRANGE", key, "+", "-", "COUNT", 1)
+        for key in (keys.LOADS, keys.HISTORY_STEPS, keys.HISTORY_MINUTES)
+    },
 }
 NO_PERMISSION = "NOPERM"
 

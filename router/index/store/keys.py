@@ -18,6 +18,9 @@ percent-quoted, so that no brace, colon, slash or newline in it can reach anothe
 | `kvr:3:adopted` | HASH | worker's tag -> its registration in the former schema at its adoption (`schemas.py`) |
 | `kvr:3:claims` | HASH | token of each router process -> the workers that its sources show it (`router_peers.py`) |
 | `kvr:3:loads` | STREAM | load that router processes have in flight (`load_messages.py`); trimmed |
+| `kvr:3:{history}:steps`, `:minutes` | STREAM | traffic that router processes counted (`history_entry.py`); trimmed |
+| `kvr:3:{history}:day:DAY` | HASH | `model:sum` -> what was not computed on that day (`saved_days.py`); expires |
+| `kvr:3:{history}:writer:NAME` | STRING | number of the last batch that this process wrote of both; expires |
 | `kvr:3:{model}:workers` | HASH | `worker_id@dp_rank` -> registration |
 | `kvr:3:{tag}:meta` | HASH | `META_FIELDS` and the fields that the owner adds |
 | `kvr:3:{tag}:EPOCH:gK:MEDIUM[:OWNER]` | STRING | 8-byte big-endian block hashes resident there at the checkpoint |
@@ -53,6 +56,11 @@ ROUTERS = f"{PREFIX}routers"
 CLAIMS = f"{PREFIX}claims"
 LOADS = f"{PREFIX}loads"
 LOADS_MESSAGE = "m"
+# The traffic has one hash tag, so that a process writes all of it in one transaction.
+_HISTORY = f"{PREFIX}{{history}}:"
+HISTORY_STEPS = f"{_HISTORY}steps"
+HISTORY_MINUTES = f"{_HISTORY}minutes"
+HISTORY_MESSAGE = "m"
 
 # The fields of `meta` that the store itself writes; a commit's own meta fields must not be named like these.
 META_EPOCH = "epoch"  # the current epoch's name
@@ -102,6 +110,29 @@ def log(worker: WorkerKey) -> str:
 def lease(worker: WorkerKey) -> str:
     """Return the key of the worker's lease."""
     return f"{PREFIX}{worker_tag(worker)}:lease"
+
+
+def savings(day: str) -> str:
+    """Return the key of a day's savings; `day` is like 2026-11-27."""
+    return f"{_HISTORY}day:{day}"
+
+
+def savings_field(model: str, column: str) -> str:
+    """Return the field of `savings` that stands for a sum of a model."""
+    return f"{_quoted(model)}:{column}"
+
+
+def parse_savings_field(field: bytes) -> tuple[str, str]:
+    """Return the model and the sum of a field of `savings`. Raises ValueError for values that no router writes."""
+    model, _, column = field.decode("ascii").partition(":")
+    if savings_field(_unquoted(model), column) != field.decode("ascii"):
+        raise ValueError(f"{field!r} names no sum")
+    return _unquoted(model), column
+
+
+def history_writer(name: str) -> str:
+    """Return the key of the number of the last batch of traffic that a process wrote."""
+    return f"{_HISTORY}writer:{_quoted(name)}"
 
 
 def router_lease(token: str) -> str:

@@ -23,6 +23,7 @@ from kvrouter.router.observe.quality.concurrency import Concurrency, Flight
 from kvrouter.router.observe.quality.prediction_judge import Doubt, PredictionJudge, PredictionOutcome, outcome_of
 from kvrouter.router.observe.quality.quality_metrics import QualityMetrics, WorkerQualityMetrics
 from kvrouter.router.observe.quality.reuse_report import ReuseReport
+from kvrouter.router.route.load.traffic_sums import NO_MODEL, TrafficSums
 from kvrouter.router.route.placement.placement_request import Placement, PlacementRequest
 from kvrouter.router.route.tokens.proxied_paths import INFERENCE_PATHS
 
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 Headers = list[tuple[bytes, bytes]]
 
 OK = "ok"
+# The outcomes of requests that failed, whichever way; a request that the router refused has its status to say so.
+FAILED_OUTCOMES = frozenset({"server_error", "cut", "unreachable", "bug"})
+FIRST_FAILURE = 500
 CLIENT_GONE = "client_gone"
 # The tokens of the shortest answer that has a time between its tokens.
 TOKENS_MIN = 2
@@ -48,6 +52,7 @@ class Quality:
         tracing: Tracing | None = None,
         decisions: DecisionLog | None = None,
         *,
+        traffic: TrafficSums | None = None,
         logs_access: bool = False,
     ) -> None:
         """Begin without any observations.
@@ -57,12 +62,14 @@ class Quality:
             clock: Returns the time of the clock that `Placer` uses, in seconds.
             tracing: Makes the traces; None: no traces are wanted.
             decisions: Keeps the outcome of each request; None: outcomes are not kept.
+            traffic: The sums of each model's traffic; None: new ones, which nobody takes.
             logs_access: Whether each request has its line in the access log.
         """
         self.measures = measures
         self.clock = clock
         self.tracing = tracing
         self.decisions = decisions
+        self.traffic = traffic or TrafficSums()
         self.logs_access = logs_access
         self.flights = Concurrency()
         self._predictions: dict[WorkerKey, PredictionJudge] = {}
@@ -124,6 +131,7 @@ class RequestWatch:
         "_flight",
         "_life",
         "_measured",
+        "_model",
         "_path",
         "_placement",
         "_predicted",
@@ -146,6 +154,7 @@ class RequestWatch:
         self._trace = trace
         self._path = path
         self._measured = path in INFERENCE_PATHS
+        self._model = NO_MODEL
         # The prompt for the access log; None if the log is off.
         self._question: Question | None = None
         # Whether the hit of the choice predicts the reuse.
@@ -162,6 +171,7 @@ class RequestWatch:
     def asked(self, request: PlacementRequest) -> None:
         """Report that the lookup of the prompt's tokens has ended, with or without tokens."""
         question = request.question
+        self._model = question.model
         # If only the beginning of a prompt is known, more may be reused than can be predicted.
         self._predicted = question.token_ids is not None and len(question.token_ids) == question.num_tokens
         if self._quality.logs_access:
@@ -172,6 +182,7 @@ class RequestWatch:
     def placed(self, placement: Placement) -> None:
         """Report that a worker was chosen."""
         self._placement = placement
+        placement.is_watched = True
         self._life = self._quality.of(placement.worker).life
         if self._quality.decisions is not None:
             self._quality.decisions.name(placement.selection_id, self._request_id)
@@ -232,10 +243,19 @@ class RequestWatch:
             return None
         return usage.completion_tokens
 
-    def ended(self, outcome: str) -> None:
-        """Report the end of the request. `outcome` is one of those in `ProxyMetrics`."""
+    def ended(self, outcome: str, refusal_status: int = 0) -> None:
+        """Report the end of the request.
+
+        Args:
+            outcome: One of those in `ProxyMetrics`.
+            refusal_status: The status with which the router refused it, 0 if it did not.
+        """
         self._land()
         self._end_decision(outcome)
+        sums = self._quality.traffic.of(self._model)
+        sums.requests += 1
+        if outcome in FAILED_OUTCOMES or refusal_status >= FIRST_FAILURE:
+            sums.failed += 1
         if self._quality.logs_access:
             self._write_line(outcome)
         if self._measured and self._tap is not None and self._placement is not None:
@@ -308,6 +328,7 @@ class RequestWatch:
         report, metrics = self.told(), self._quality.measures.of_worker(placement.worker)
         if report.ttft_s is not None and outcome != "server_error":
             metrics.ttft.observe(report.ttft_s)
+            self._quality.traffic.of(placement.worker.model).first_token(report.ttft_s)
         # Clients that have read `[DONE]` hang up, some before they have received the end of the body.
         if outcome != OK and not (outcome == CLIENT_GONE and tap.done):
             # The part of an answer that was cut off may have contained its usage.
@@ -322,7 +343,23 @@ class RequestWatch:
             if tokens >= TOKENS_MIN:
                 metrics.itl.observe((tap.last_s - tap.first_s) / (tokens - 1))
                 metrics.pause.observe(tap.pause_s)
+        self._count_prompt(report, placement)
         self._judge(report, tap, placement, metrics)
+
+    def _count_prompt(self, report: ReuseReport, placement: Placement) -> None:
+        """Count the prompt of a whole answer, and its tokens that were not computed."""
+        reused_tokens, usage = report.delivered, report.usage
+        if placement.prefilled_at is not None or reused_tokens is None:
+            # The tokens that a decode worker was handed were computed elsewhere.
+            is_known = self._predicted or placement.prefilled_at is not None
+            reused_tokens = placement.predicted_tokens if is_known else 0
+        num_tokens = placement.num_tokens if usage is None else usage.prompt_tokens
+        self._quality.traffic.answered(
+            placement.prefilled_at or placement.worker,
+            placement.names,
+            num_tokens,
+            min(reused_tokens, num_tokens),
+        )
 
     def _judge(self, report: ReuseReport, tap: AnswerTap, placement: Placement, metrics: WorkerQualityMetrics) -> None:
         quality, measures = self._quality, self._quality.measures
@@ -346,6 +383,9 @@ class RequestWatch:
         metrics.predicted.inc(report.predicted)
         metrics.expected.inc(report.expected)
         metrics.delivered.inc(report.delivered)
+        sums = quality.traffic.of(placement.worker.model)
+        sums.predicted_tokens += report.predicted
+        sums.delivered_tokens += report.delivered
         errors = measures.errors_of(placement.worker.model)
         errors.prediction.observe(error)
         errors.expectation.observe(report.delivered - report.expected)

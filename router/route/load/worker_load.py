@@ -69,6 +69,9 @@ class LoadModel:
         self.rates: dict[WorkerKey, WorkerSpeed] = {}
         # Factors of the workers that differ from the usual speed; `tick` rebuilds it.
         self.slowness: dict[WorkerKey, float] = {}
+        # The usual rate of prefill of each model, and of the fleet, in tokens a second; `tick` rebuilds them.
+        self.usual_rates: dict[str, float] = {}
+        self.fleet_rate: float | None = None
         # The cost of a token that is loaded back, by tier, in computed tokens.
         self.token_costs = TOKEN_COSTS
         self.prompts = PromptLengths()
@@ -166,6 +169,13 @@ class LoadModel:
         speed = self.rates.get(worker)
         return tokens / speed.prefill_rate if speed is not None and speed.prefill_rate else None
 
+    def prefill_rate(self, worker: WorkerKey) -> float | None:
+        """Return a worker's rate of prefill, else that of its model or of the fleet; None if no speed is known."""
+        speed = self.rates.get(worker)
+        if speed is not None and speed.prefill_rate:
+            return speed.prefill_rate
+        return self.usual_rates.get(worker.model, self.fleet_rate)
+
     def tick(self, workers: Iterable[WorkerKey], now: float) -> None:
         """Drop outdated reports and absent workers, and compare the workers' speeds; called periodically.
 
@@ -183,7 +193,9 @@ class LoadModel:
         for worker, speed in self.rates.items():
             if speed.prefill_rate:
                 by_model.setdefault(worker.model, []).append(speed.prefill_rate)
-        usual = {model: median(rates) for model, rates in by_model.items()}
+        self.usual_rates = usual = {model: median(rates) for model, rates in by_model.items()}
+        if by_model:
+            self.fleet_rate = median([rate for rates in by_model.values() for rate in rates])
         factors = {w: slowness(speed.prefill_rate, usual.get(w.model)) for w, speed in self.rates.items()}
         self.slowness = {worker: factor for worker, factor in factors.items() if factor != 1.0}
         costs = [speed.loaded_token_cost for speed in self.rates.values() if speed.loaded_token_cost is not None]

@@ -33,6 +33,7 @@ from kvrouter.router.route.load.pending_prefixes import (
 from kvrouter.router.route.load.prefix_popularity import PrefixPopularity
 from kvrouter.router.route.load.prompts_ahead import AHEAD_TTL_S, ARRIVAL_S, PromptAhead, PromptsAhead
 from kvrouter.router.route.load.session_affinity import SessionMemory
+from kvrouter.router.route.load.traffic_sums import TrafficSums
 from kvrouter.router.route.load.worker_load import LoadModel
 from kvrouter.router.route.placement.admission_queue import RETRY_AFTER_S
 from kvrouter.router.route.placement.candidates import candidates, no_worker_error, split_by_role
@@ -114,6 +115,7 @@ class Decider:
         *,
         config: Config,
         metrics: PlacementMetrics,
+        traffic: TrafficSums,
         rng: random.Random,
         unavailable: Callable[[WorkerKey], str | None],
         prefillers: Callable[[str], frozenset[WorkerKey]],
@@ -125,6 +127,7 @@ class Decider:
             weights: The load and the speed of the workers.
             config: The settings of policies and hand-overs.
             metrics: The metrics of choices.
+            traffic: The sums of each model's traffic.
             rng: Decides between equals.
             unavailable: Returns why a worker takes no requests now, or None if it does.
             prefillers: Returns the workers of a model that only compute prompts.
@@ -132,6 +135,7 @@ class Decider:
         self._fleet = fleet
         self._weights = weights
         self._metrics = metrics
+        self._traffic = traffic
         self._rng = rng
         self._unavailable = unavailable
         self._prefillers = prefillers
@@ -173,7 +177,7 @@ class Decider:
         if not prefillers:
             choice = choose(hits, context, self._rng)
             if not request.dry_run:
-                count_losses(self._metrics, choice, everybody, eligible.wanted)
+                count_losses(self._metrics, self._traffic, choice, everybody, eligible.wanted)
         else:
             arriving = self._arriving.tokens(names, step_tokens, question.num_tokens, now)
             decode_context = (
@@ -183,6 +187,7 @@ class Decider:
             if not request.dry_run:
                 count_losses(
                     self._metrics,
+                    self._traffic,
                     choice,
                     split_by_role(everybody, prefillers)[0],
                     split_by_role(eligible.wanted, prefillers)[0],

@@ -101,6 +101,7 @@ class Placement:
         "decode_tokens",
         "first_token_s",
         "has_moved",
+        "is_watched",
         "names",
         "num_tokens",
         "placed_s",
@@ -137,6 +138,8 @@ class Placement:
         self.decode_tokens = decode_tokens
         # Whether another worker than the chosen one serves it.
         self.has_moved = False
+        # Whether its answer comes through this router.
+        self.is_watched = False
         self.placed_s = placed_s
         # Seconds that it waited for room before it was placed.
         self.queued_s = 0.0

@@ -24,6 +24,7 @@ from kvrouter.router.route.load.load_messages import PREFILL_COMPLETE, RELEASE
 from kvrouter.router.route.load.load_sync import LoadSync
 from kvrouter.router.route.load.load_table import LoadTable
 from kvrouter.router.route.load.prompts_ahead import PromptAhead
+from kvrouter.router.route.load.traffic_sums import TrafficSums
 from kvrouter.router.route.load.worker_load import Correction, LoadModel, WorkerBacklog
 from kvrouter.router.route.placement.admission_queue import RETRY_AFTER_S, AdmissionQueue
 from kvrouter.router.route.placement.choose import Choice
@@ -96,18 +97,26 @@ class Placer:
         self._record = record
         self.new_id = new_id
         self.weights = LoadModel(LoadTable(), config.saturation_tokens)
+        self.traffic = TrafficSums(self.weights.prefill_rate, lambda: self.weights.fleet_rate)
         self._decider = Decider(
             fleet,
             self.weights,
             config=config,
             metrics=metrics,
+            traffic=self.traffic,
             rng=rng,
             unavailable=unavailable,
             prefillers=prefillers,
         )
         self._selections = Selections()
         self._reservations = Reservations(
-            self.weights, self._decider, metrics=metrics.load, clock=clock, changed=self._touched, freed=self._freed
+            self.weights,
+            self._decider,
+            metrics=metrics.load,
+            traffic=self.traffic,
+            clock=clock,
+            changed=self._touched,
+            freed=self._freed,
         )
         metrics.before_page(self._measure)
         supervisor = supervisor or TaskSupervisor(clock=clock, rng=rng)

@@ -15,6 +15,7 @@ from kvrouter.router.index.matching.question import Hit
 from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.router.route.load.load_messages import PREFILL_COMPLETE
 from kvrouter.router.route.load.load_metrics import LoadMetrics
+from kvrouter.router.route.load.traffic_sums import TrafficSums
 from kvrouter.router.route.load.worker_load import LoadModel
 from kvrouter.router.route.placement.choose import Choice
 from kvrouter.router.route.placement.decider import Decider
@@ -36,6 +37,7 @@ class Reservations:
         decider: Decider,
         *,
         metrics: LoadMetrics,
+        traffic: TrafficSums,
         clock: Callable[[], float],
         changed: Callable[[], None],
         freed: Callable[[], None],
@@ -44,6 +46,7 @@ class Reservations:
         self._table = weights.table
         self._decider = decider
         self._metrics = metrics
+        self._traffic = traffic
         self._clock = clock
         # Called when load was added.
         self._changed = changed
@@ -223,7 +226,19 @@ class Reservations:
             self.first_token(placement)
         else:
             self.done(placement, None)
+            if not placement.is_watched:
+                self._count_end(placement)
         return True
+
+    def _count_end(self, placement: Placement) -> None:
+        """Count a request whose answer did not come through this router; what was predicted stands for its reuse."""
+        self._traffic.of(placement.worker.model).requests += 1
+        self._traffic.answered(
+            placement.prefilled_at or placement.worker,
+            placement.names,
+            placement.num_tokens,
+            placement.predicted_tokens,
+        )
 
     def _forget(self, reservation_ids: Iterable[str], how: str) -> None:
         """Forget reservations that the table has dropped, and count why."""

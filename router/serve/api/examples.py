@@ -62,6 +62,8 @@ EXAMPLES: dict[tuple[str, str], Any] = {
     ("GET", "/decisions/{name}"): None,
     ("GET", "/diagnosis"): None,
     ("GET", "/store"): None,
+    ("GET", "/history"): None,
+    ("GET", "/savings"): None,
     ("GET", "/loads"): None,
     ("POST", "/reservations/{selection_id}/prefill_complete"): None,
     ("POST", "/reservations/{selection_id}/output_block"): None,

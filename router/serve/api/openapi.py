@@ -16,6 +16,7 @@ from kvrouter.contract import (
     errors,
     fields,
     health,
+    history,
     loads,
     models,
     queries,
@@ -60,6 +61,8 @@ SCHEMAS = (
     health.VersionReply,
     diagnosis.DiagnosisReport,
     store.StoreReply,
+    history.HistoryReply,
+    history.SavingsReply,
     errors.ErrorReply,
 )
 

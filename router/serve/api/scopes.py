@@ -52,6 +52,8 @@ SCOPES: dict[Route, Scopes] = {
     ("GET", "/decisions/{name}"): WATCH,
     ("GET", "/diagnosis"): WATCH,
     ("GET", "/store"): WATCH,
+    ("GET", "/history"): WATCH,
+    ("GET", "/savings"): WATCH,
     ("GET", "/metrics"): WATCH,
     ("GET", PAGE): ANY,
     ("GET", f"{FILES}{{name}}"): ANY,

@@ -94,13 +94,13 @@ class Picker:
         request_id = h.header(asked.headers, h.REQUEST_ID) or secrets.token_hex(16).encode()
         watch = self._quality.begin(asked.path, asked.headers, request_id.decode("latin-1"))
         request = Request(asked, watch, request_id)
-        outcome = CLIENT_GONE
+        outcome, refusal_status = CLIENT_GONE, 0
         try:
             ask = await self._proxy.reader.read(request)
             watch.asked(ask)
             route = await self._route(request, ask, asked.subset)
         except RouterError as error:
-            outcome = "refused"
+            outcome, refusal_status = "refused", error.status
             if isinstance(error, Saturated):
                 raise Shed(error.message, retry_after_s=error.retry_after_s) from None
             raise
@@ -112,7 +112,7 @@ class Picker:
         finally:
             if outcome:
                 self._metrics.requests(asked.path, outcome).inc()
-                watch.ended(outcome)
+                watch.ended(outcome, refusal_status)
         self._metrics.pick_seconds.observe(self._clock() - began_s)
         return route
 

@@ -120,7 +120,7 @@ class Proxy:
         request_id = h.header(client.headers, h.REQUEST_ID) or self._new_id().encode()
         watch = self._quality.begin(client.path, client.headers, request_id.decode("latin-1"))
         request = Request(client, watch, request_id)
-        outcome = "client_gone"
+        outcome, refusal_status = "client_gone", 0
         self._open += 1
         try:
             ask = await self.reader.read(request)
@@ -129,6 +129,7 @@ class Proxy:
             outcome = await self._relay(client, request, answer, predicted=ask.question.token_ids is not None)
         except RouterError as error:
             outcome = "unreachable" if isinstance(error, WorkerUnreachable | WorkerSilent) else "refused"
+            refusal_status = error.status
             client.refuse(error, [(h.REQUEST_ID, request.request_id), *_retried(request)])
         except Exception:
             outcome = "bug"
@@ -136,7 +137,7 @@ class Proxy:
         finally:
             self._open -= 1
             self._metrics.requests(client.path, outcome).inc()
-            watch.ended(outcome)
+            watch.ended(outcome, refusal_status)
 
     def closed(self, worker: WorkerKey) -> str | None:
         """Return why a worker takes no new requests now, or None if it does."""

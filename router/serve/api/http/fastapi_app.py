@@ -36,6 +36,7 @@ from kvrouter.router.serve.api.decisions import decision_routes
 from kvrouter.router.serve.api.diagnosis import DiagnosisPort, diagnosis_routes
 from kvrouter.router.serve.api.events import EventStream
 from kvrouter.router.serve.api.health import watch_routes
+from kvrouter.router.serve.api.history import HistoryPort, history_routes
 from kvrouter.router.serve.api.http.guard import Guard
 from kvrouter.router.serve.api.http.http_api import HotHandler, HttpApi, headers_of, label_of
 from kvrouter.router.serve.api.http_metrics import HttpMetrics
@@ -124,6 +125,7 @@ def build_api(
     watch: Watch | None = None,
     diagnosis: DiagnosisPort | None = None,
     access: Access | None = None,
+    history: HistoryPort | None = None,
 ) -> HttpApi:
     """Return the whole HTTP API. It holds no global state, so several may exist in one process.
 
@@ -141,6 +143,7 @@ def build_api(
         watch: The events and decisions; without it, neither is shown.
         diagnosis: Looks for problems; without it, none are reported.
         access: Decides which clients are admitted; without it, the settings at this time decide.
+        history: The traffic of the last day and the savings; without it, neither is shown.
     """
     shutdown = shutdown or Shutdown()
     access = access or Access(config, metrics.access, clock=time.monotonic, wall_clock=time.time)
@@ -172,6 +175,7 @@ def build_api(
         watching,
         *([] if watch is None else [decision_routes(watch)]),
         diagnosis_routes(diagnosis),
+        *([] if history is None else [history_routes(history)]),
         page_routes(pages),
     ):
         app.include_router(router)

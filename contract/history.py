@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The traffic of the last day in steps, and what routing saved day by day: the answers of `/history` and `/savings`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+# The meaning of each sum, in a step and over the whole range.
+REQUESTS = "requests that ended: proxied ones, and choices whose end a client reported"
+FAILED = "those of them that failed: a status of 500 or more, or an answer that broke off; not clients that hung up"
+PROMPT_TOKENS = "tokens of the prompts that were answered"
+DELIVERED_TOKENS = "tokens of prompts that engines report as reused, where a prediction stands beside the report"
+PREDICTED_TOKENS = "tokens that were predicted to be reused, for the same answers"
+POSSIBLE_TOKENS = "tokens that the worker with the longest hit of all would have reused, over all choices"
+CHOSEN_TOKENS = "tokens that the chosen worker was predicted to reuse, over the same choices"
+SAVED_S = (
+    "seconds of prefill that were not computed, by measured speeds: the worker's, else its model's, else the fleet's; "
+    "tokens wait until a speed is known, and count then"
+)
+TTFT_P50_S = "median of the seconds to the first event of streamed answers; null without one"
+TTFT_P95_S = "the seconds within which 95 of 100 streamed answers sent their first event; null without one"
+
+
+class HistorySeries(msgspec.Struct, frozen=True):
+    """The sums of each step, one list for each."""
+
+    requests: Annotated[list[int], Meta(description=REQUESTS)]
+    failed: Annotated[list[int], Meta(description=FAILED)]
+    prompt_tokens: Annotated[list[int], Meta(description=PROMPT_TOKENS)]
+    delivered_tokens: Annotated[list[int], Meta(description=DELIVERED_TOKENS)]
+    predicted_tokens: Annotated[list[int], Meta(description=PREDICTED_TOKENS)]
+    possible_tokens: Annotated[list[int], Meta(description=POSSIBLE_TOKENS)]
+    chosen_tokens: Annotated[list[int], Meta(description=CHOSEN_TOKENS)]
+    saved_s: Annotated[list[float], Meta(description=SAVED_S)]
+    ttft_p50_s: Annotated[list[float | None], Meta(description=TTFT_P50_S)]
+    ttft_p95_s: Annotated[list[float | None], Meta(description=TTFT_P95_S)]
+
+
+class HistoryTotals(msgspec.Struct, frozen=True):
+    """The same sums over the whole range."""
+
+    requests: Annotated[int, Meta(description=REQUESTS)]
+    failed: Annotated[int, Meta(description=FAILED)]
+    prompt_tokens: Annotated[int, Meta(description=PROMPT_TOKENS)]
+    delivered_tokens: Annotated[int, Meta(description=DELIVERED_TOKENS)]
+    predicted_tokens: Annotated[int, Meta(description=PREDICTED_TOKENS)]
+    possible_tokens: Annotated[int, Meta(description=POSSIBLE_TOKENS)]
+    chosen_tokens: Annotated[int, Meta(description=CHOSEN_TOKENS)]
+    saved_s: Annotated[float, Meta(description=SAVED_S)]
+    ttft_p50_s: Annotated[float | None, Meta(description=TTFT_P50_S)]
+    ttft_p95_s: Annotated[float | None, Meta(description=TTFT_P95_S)]
+
+
+class HistoryReply(msgspec.Struct, frozen=True):
+    """The traffic of all routers on the store in a range that ends now, in steps."""
+
+    range_s: Annotated[int, Meta(description="seconds of the range")]
+    step_s: Annotated[int, Meta(description="seconds of a step")]
+    models: Annotated[
+        list[str],
+        Meta(description="models with traffic in the last day, at most 16, and `other` for all others"),
+    ]
+    time_s: Annotated[
+        list[int],
+        Meta(description="when each step began, in seconds since 1970, the oldest first; the last one has just ended"),
+    ]
+    series: Annotated[HistorySeries, Meta(description="the sums of each step")]
+    totals: Annotated[HistoryTotals, Meta(description="the sums of the range")]
+
+
+class SavedDay(msgspec.Struct, frozen=True):
+    """One model on one day."""
+
+    day: Annotated[str, Meta(description="the day in UTC, like 2026-11-27")]
+    model: Annotated[str, Meta(description="the model's name; `other` for those beyond the first 16")]
+    requests: Annotated[int, Meta(description=REQUESTS)]
+    prompt_tokens: Annotated[int, Meta(description=PROMPT_TOKENS)]
+    reused_tokens: Annotated[
+        int, Meta(description="tokens of them that were not computed: as engines report, else as predicted")
+    ]
+    round_robin_tokens: Annotated[
+        int,
+        Meta(
+            description="an estimate of the tokens that would not have been computed with the same prompts sent to the workers "
+            "in turn, by full attention alone"
+        ),
+    ]
+    saved_s: Annotated[float, Meta(description=SAVED_S)]
+
+
+class SavingsReply(msgspec.Struct, frozen=True):
+    """What was not computed, by day and model, over all routers on the store."""
+
+    days: Annotated[list[SavedDay], Meta(description="the newest day first; days without traffic are absent")]

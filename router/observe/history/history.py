@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The traffic of the last hour in steps of 5 s, and of the last day in minutes, of every model. Pure.
+
+The two are filled independently of each other, so that nothing has to be divided between them. Steps are counted in
+seconds since 1970.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from kvrouter.contract.history import HistoryReply, HistorySeries, HistoryTotals
+from kvrouter.router.observe.history.history_entry import MAX_MODELS, OTHER, SUM_NAMES, ModelStep, fits
+from kvrouter.router.observe.history.history_ring import StepRing, StepSums, percentiles
+from kvrouter.router.route.load.traffic_sums import TTFT_CLASSES
+
+FINE_STEP_S, MINUTE_S = 5, 60
+# The longest range in each kind of steps.
+RANGE_S = {FINE_STEP_S: 3_600, MINUTE_S: 86_400}
+# How far an entry may be ahead of this process's time: clocks that differ, or a stall. Beyond that its time is wrong.
+AHEAD_S = 60
+# How long after its end a step is shown: by then all processes have written what they counted, and this one has read it.
+SETTLE_S = 3.0
+# The steps kept of each kind: the longest range, those ahead, and those that do not show yet.
+SLOTS = {step_s: range_s // step_s + AHEAD_S // step_s + 3 for step_s, range_s in RANGE_S.items()}
+
+_SAVED = SUM_NAMES.index("saved_us")
+
+
+class ModelHistory:
+    """The steps of one model."""
+
+    __slots__ = ("rings",)
+
+    def __init__(self) -> None:
+        self.rings = {step_s: StepRing(slots) for step_s, slots in SLOTS.items()}
+
+    @property
+    def bytes(self) -> int:
+        """The memory of the steps."""
+        return sum(ring.bytes for ring in self.rings.values())
+
+    def newest_s(self) -> int:
+        """Return when the newest step with traffic began."""
+        return max(ring.newest * step_s for step_s, ring in self.rings.items())
+
+
+class History:
+    """The steps of all models, at most MAX_MODELS and OTHER."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, ModelHistory] = {}
+
+    @property
+    def bytes(self) -> int:
+        """The memory of all steps."""
+        return sum(model.bytes for model in self._models.values())
+
+    def name(self, model: str, now_s: float) -> str:
+        """Return the name under which a model is counted: its own, or OTHER for those beyond the limit."""
+        if model in self._models or model == OTHER:
+            return model
+        if not fits(model):
+            return OTHER
+        if len(self._models) - (OTHER in self._models) >= MAX_MODELS:
+            self._forget_idle(now_s)
+            if len(self._models) - (OTHER in self._models) >= MAX_MODELS:
+                return OTHER
+        return model
+
+    def _forget_idle(self, now_s: float) -> None:
+        """Drop the models that have had no traffic within the longest range."""
+        oldest_s = now_s - max(RANGE_S.values())
+        for model in [model for model, steps in self._models.items() if steps.newest_s() < oldest_s]:
+            del self._models[model]
+
+    def add(self, step_s: int, start_s: int, sums: ModelStep, now_s: float) -> bool:
+        """Add the sums of one model to a step, and return False if the step's time is out of range.
+
+        Args:
+            step_s: The length of the step.
+            start_s: When it began.
+            sums: The sums.
+            now_s: The present time.
+        """
+        if start_s % step_s or not now_s - RANGE_S[step_s] - step_s <= start_s <= now_s + AHEAD_S:
+            return False
+        name = self.name(sums.model, now_s)
+        history = self._models.get(name)
+        if history is None:
+            history = self._models[name] = ModelHistory()
+        history.rings[step_s].add(start_s // step_s, sums)
+        return True
+
+    def reply(self, range_s: int, model: str | None, now_s: float) -> HistoryReply:
+        """Return the steps of a range that ends now, of one model or of all.
+
+        Args:
+            range_s: The length of the range; it decides the length of the steps.
+            model: The model; None for the sums of all.
+            now_s: The present time.
+        """
+        step_s = FINE_STEP_S if range_s <= RANGE_S[FINE_STEP_S] else MINUTE_S
+        count = range_s // step_s
+        first = int((now_s - SETTLE_S) // step_s) - count
+        steps = self._steps(step_s, first, count, model)
+        columns = {name: steps.sums[:, index].tolist() for index, name in enumerate(SUM_NAMES)}
+        totals = dict(zip(SUM_NAMES, steps.sums.sum(axis=0).tolist(), strict=True))
+        del columns["saved_us"], totals["saved_us"]
+        whole = steps.ttft.sum(axis=0, dtype=np.int64)[None, :]
+        return HistoryReply(
+            range_s,
+            step_s,
+            sorted(self._models),
+            [number * step_s for number in range(first, first + count)],
+            HistorySeries(
+                **columns,
+                saved_s=(steps.sums[:, _SAVED] / 1e6).tolist(),
+                ttft_p50_s=percentiles(steps.ttft, 0.5),
+                ttft_p95_s=percentiles(steps.ttft, 0.95),
+            ),
+            HistoryTotals(
+                **totals,
+                saved_s=int(steps.sums[:, _SAVED].sum()) / 1e6,
+                ttft_p50_s=percentiles(whole, 0.5)[0],
+                ttft_p95_s=percentiles(whole, 0.95)[0],
+            ),
+        )
+
+    def _steps(self, step_s: int, first: int, count: int, model: str | None) -> StepSums:
+        """Return the steps of one model, or the sums of all."""
+        shown: Mapping[str, ModelHistory] = self._models
+        if model is not None:
+            shown = {model: self._models[model]} if model in self._models else {}
+        sums = np.zeros((count, len(SUM_NAMES)), np.int64)
+        ttft = np.zeros((count, TTFT_CLASSES), np.int64)
+        for history in shown.values():
+            steps = history.rings[step_s].steps(first, count)
+            sums += steps.sums
+            ttft += steps.ttft
+        return StepSums(sums, ttft)

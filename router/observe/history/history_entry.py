@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entries by which router processes share their traffic: the sums of one step, on a stream in Redis. Pure."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from kvrouter.router.base.common.checksum import seal, unseal
+from kvrouter.router.route.load.traffic_sums import NO_MODEL, TTFT_CLASSES, ModelSums
+
+# Models with sums of their own; all others share `other`.
+MAX_MODELS = 16
+OTHER = NO_MODEL
+# Longer names, and names that cannot be written as UTF-8, share `other` too, so that an entry stays small.
+MAX_NAME_BYTES = 200
+# The name under which an entry's checksum is made.
+_SEALED = "history"
+# Room for 2**15 such sums in 64 bits.
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
+
+
+class ModelStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The sums of one model in one step."""
+
+    model: Annotated[str, msgspec.Meta(max_length=MAX_NAME_BYTES)]
+    requests: Count
+    failed: Count
+    prompt_tokens: Count
+    delivered_tokens: Count
+    predicted_tokens: Count
+    possible_tokens: Count
+    chosen_tokens: Count
+    # Microseconds, so that sums of sums are exact.
+    saved_us: Count
+    # Answers by class of their time to the first token: numbers of classes, each followed by its count.
+    ttft: list[Count]
+
+    @classmethod
+    def of(cls, model: str, sums: ModelSums) -> ModelStep:
+        """Return the sums of a model as a part of an entry."""
+        return cls(
+            model,
+            sums.requests,
+            sums.failed,
+            sums.prompt_tokens,
+            sums.delivered_tokens,
+            sums.predicted_tokens,
+            sums.possible_tokens,
+            sums.chosen_tokens,
+            round(sums.saved_s * 1e6),
+            [number for index, count in enumerate(sums.ttft) if count for number in (index, count)],
+        )
+
+    def sums(self) -> tuple[int, ...]:
+        """Return the sums in the order of the fields."""
+        return (
+            self.requests,
+            self.failed,
+            self.prompt_tokens,
+            self.delivered_tokens,
+            self.predicted_tokens,
+            self.possible_tokens,
+            self.chosen_tokens,
+            self.saved_us,
+        )
+
+    def plus(self, other: ModelStep) -> ModelStep:
+        """Return the sums of both."""
+        counts = dict(zip(self.ttft[::2], self.ttft[1::2], strict=True))
+        for index, count in zip(other.ttft[::2], other.ttft[1::2], strict=True):
+            counts[index] = counts.get(index, 0) + count
+        sums = {name: getattr(self, name) + getattr(other, name) for name in SUM_NAMES}
+        return ModelStep(self.model, **sums, ttft=[number for pair in counts.items() for number in pair])
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not any(self.sums()) and not self.ttft
+
+
+# The names of the sums, in order.
+SUM_NAMES = ModelStep.__struct_fields__[1:-1]
+
+
+class HistoryEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The traffic that one process counted in one step, or a part of it."""
+
+    # Names one life of a process.
+    writer: Annotated[str, msgspec.Meta(max_length=64)]
+    # Rises with each entry of the writer on this stream, so that an entry that is read twice counts once.
+    number: Count
+    # When the step began, in seconds since 1970 on the clock of Redis.
+    start_s: Count
+    models: Annotated[list[ModelStep], msgspec.Meta(max_length=MAX_MODELS + 1)]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(HistoryEntry).decode
+
+
+def encode(entry: HistoryEntry) -> bytes:
+    """Return the entry as it is stored, with its checksum."""
+    return seal(_SEALED, _encode(entry))
+
+
+def decode(data: bytes) -> HistoryEntry | None:
+    """Return a stored entry, or None if no router wrote it so."""
+    try:
+        entry = _decode(unseal(_SEALED, data))
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    sound = all(
+        len(step.ttft) % 2 == 0 and all(index < TTFT_CLASSES for index in step.ttft[::2]) for step in entry.models
+    )
+    return entry if sound else None
+
+
+def fits(model: str) -> bool:
+    """Return whether a model's name may stand in an entry."""
+    try:
+        return len(model.encode()) <= MAX_NAME_BYTES
+    except UnicodeEncodeError:
+        return False

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps the history of a process: takes its counts step by step, shares them through Redis, and answers from memory.
+
+Steps are those of Redis's clock, which all routers hear; each process goes on with its monotonic clock in between. So a
+clock of a machine that is wrong or jumps moves no step, and while Redis is away the steps go on. Taking never waits for
+Redis: it has a task of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from kvrouter.contract.history import HistoryReply, SavingsReply
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.base.common.task_supervisor import TaskSupervisor
+from kvrouter.router.base.redis_client.errors import StoreError
+from kvrouter.router.base.redis_client.servers import Servers
+from kvrouter.router.observe.history.history import FINE_STEP_S, History
+from kvrouter.router.observe.history.history_entry import HistoryEntry, ModelStep
+from kvrouter.router.observe.history.history_log import HistoryLog
+from kvrouter.router.observe.history.history_metrics import HistoryMetrics
+from kvrouter.router.observe.history.round_robin_shadow import RoundRobinShadow
+from kvrouter.router.observe.history.saved_days import columns_of, day_of, last_days
+from kvrouter.router.observe.history.unwritten import STREAMS, Unwritten
+from kvrouter.router.route.load.traffic_sums import TrafficSums
+
+log = logging.getLogger("kvrouter.history")
+
+# After the end of a step, all processes write; a moment later each reads what the others wrote.
+READ_DELAY_S = 1.0
+# How often old entries are dropped from Redis.
+TRIM_S = 60.0
+# How often answered prompts are followed in the shadow, and for how long at once.
+FOLLOW_S = 1.0
+FOLLOW_TURN_S = 0.002
+
+# The workers of a model, in the order of their turns, each with the tokens that its cache holds; None: not known.
+CacheSizes = Sequence[tuple[WorkerKey, int | None]]
+
+
+class HistoryKeeper:
+    """The history of one process, from `start` on. Without servers it is the history of this process alone."""
+
+    def __init__(
+        self,
+        traffic: TrafficSums,
+        *,
+        writer: str,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        cache_sizes: Callable[[], Mapping[str, CacheSizes]] = dict,
+        metrics: HistoryMetrics | None = None,
+        servers: Servers | None = None,
+        supervisor: TaskSupervisor | None = None,
+    ) -> None:
+        """Prepare an empty history.
+
+        Args:
+            traffic: The counts of this process.
+            writer: Names this life of the process; no other life ever has the name.
+            clock: Returns the monotonic time.
+            wall_clock: Returns the time of day, which counts until Redis is heard.
+            cache_sizes: Returns the workers of each model that are not down.
+            metrics: The metrics; None only without servers.
+            servers: The servers of Redis; None: nothing is shared.
+            supervisor: Runs the tasks; None only if `start` is never called.
+        """
+        self._traffic = traffic
+        self._clock = clock
+        self._cache_sizes = cache_sizes
+        self._metrics = metrics
+        self._supervisor = supervisor
+        self._history = History()
+        self._shadow = RoundRobinShadow()
+        self._unwritten = Unwritten(writer)
+        # The time of Redis less the monotonic time.
+        self._ahead_s = wall_clock() - clock()
+        self._ended = asyncio.Event()
+        # The end of the last step that was taken.
+        self._taken_s = 0
+        self._tasks: list[asyncio.Task[None]] = []
+        self._log: HistoryLog | None = None
+        if servers is not None and metrics is not None:
+            self._log = HistoryLog(servers, self._unwritten, self._take_entry, metrics, clock, self._hear_time)
+
+    def now(self) -> float:
+        """Return the time in seconds since 1970 on the clock of Redis, as it was heard last."""
+        return self._clock() + self._ahead_s
+
+    def start(self) -> None:
+        """Begin to keep the history."""
+        assert self._supervisor is not None
+        runs = {"history_steps": self._keep_steps, "history_shadow": self._keep_shadow}
+        if self._log is not None:
+            runs["history_store"] = self._keep_store
+        self._tasks = [self._supervisor.start(name, run) for name, run in runs.items()]
+
+    async def stop(self) -> None:
+        """End the tasks, and write what was counted last."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for _ in self._follow_prompts():
+            pass
+        self.take(int(self.now() // FINE_STEP_S) * FINE_STEP_S)
+        if self._log is not None:
+            await self._log.leave()
+
+    # -- counting
+
+    def take(self, start_s: int) -> None:
+        """Add what was counted since the last call to the step that began at `start_s`."""
+        now_s = self.now()
+        for model, sums in self._traffic.take().items():
+            step = ModelStep.of(self._history.name(model, now_s), sums)
+            if not step.is_empty:
+                for step_s in STREAMS:
+                    step_start_s = start_s // step_s * step_s
+                    self._history.add(step_s, step_start_s, step, now_s)
+                    self._unwritten.add(step_s, step_start_s, step)
+            if any(columns := columns_of(sums)):
+                self._unwritten.add_day(day_of(start_s), step.model, columns)
+        if self._metrics is not None and self._unwritten.dropped:
+            self._metrics.lost["unwritten"].inc(self._unwritten.dropped)
+            self._unwritten.dropped = 0
+
+    async def _keep_steps(self) -> None:
+        while True:
+            await asyncio.sleep(FINE_STEP_S - self.now() % FINE_STEP_S)
+            # A timer may be some milliseconds early or late.
+            self._taken_s = round(self.now() / FINE_STEP_S) * FINE_STEP_S
+            self.take(self._taken_s - FINE_STEP_S)
+            self._ended.set()
+
+    # -- the shadow
+
+    async def _keep_shadow(self) -> None:
+        while True:
+            await asyncio.sleep(FOLLOW_S)
+            for _ in self._follow_prompts():
+                await asyncio.sleep(0)
+
+    def _follow_prompts(self) -> Iterator[None]:
+        """Count what round robin would have reused of the answered prompts, in turns of FOLLOW_TURN_S.
+
+        Where that cannot be known, it counts as the same that was reused.
+        """
+        prompts = self._traffic.take_prompts()
+        if not prompts:
+            return
+        sizes = self._cache_sizes()
+        self._shadow.keep({worker for workers in sizes.values() for worker, _ in workers})
+        until_s = self._clock() + FOLLOW_TURN_S
+        for prompt in prompts:
+            workers = sizes.get(prompt.model) if prompt.names else None
+            reused_tokens = prompt.reused_tokens
+            if workers:
+                reused_tokens = self._shadow.sent(prompt.model, workers, prompt.names, prompt.num_tokens)
+            self._traffic.of(prompt.model).round_robin_tokens += reused_tokens
+            if self._clock() >= until_s:
+                yield
+                until_s = self._clock() + FOLLOW_TURN_S
+
+    # -- Redis
+
+    async def _keep_store(self) -> None:
+        assert self._log is not None
+        trim_due_s, is_heard, is_read = 0.0, True, False
+        while True:
+            try:
+                if is_read:
+                    await self._ended.wait()
+                    self._ended.clear()
+                await self._log.hear_time()
+                if is_read:
+                    await self._log.write(self._taken_s)
+                    await asyncio.sleep(READ_DELAY_S)
+                await self._log.read()
+                is_read = True
+                if self._clock() >= trim_due_s:
+                    await self._log.trim(self.now())
+                    trim_due_s = self._clock() + TRIM_S
+                if not is_heard:
+                    log.info("the history is shared again")
+                is_heard = True
+            except StoreError as error:
+                if is_heard:
+                    log.warning("the history is not shared for now", extra={"reason": str(error)})
+                is_heard = False
+                await asyncio.sleep(READ_DELAY_S)
+
+    def _take_entry(self, step_s: int, entry: HistoryEntry) -> bool:
+        """Add an entry of another process, and return whether its time is in range."""
+        now_s = self.now()
+        added = [self._history.add(step_s, entry.start_s, sums, now_s) for sums in entry.models]
+        return all(added)
+
+    def _hear_time(self, store_s: float, clock_s: float) -> None:
+        self._ahead_s = store_s - clock_s
+
+    # -- answers
+
+    def reply(self, range_s: int, model: str | None) -> HistoryReply:
+        """Return the traffic of a range that ends now, of one model or of all."""
+        return self._history.reply(range_s, model, self.now())
+
+    async def savings(self, days: int, model: str | None) -> SavingsReply:
+        """Return the savings of the last days, of one model or of each. Raises StoreError."""
+        if self._log is None:
+            return SavingsReply([])
+        rows = await self._log.savings(last_days(self.now(), days))
+        return SavingsReply([row for row in rows if model in (None, row.model)])

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The history in Redis: batches of counts are written, and the entries of all processes are read. The async shell.
+
+A batch stays until it is known to be written. Each attempt compares the writer's number in Redis first, so a batch that
+was executed while its answer was lost counts once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvrouter.contract.history import SavedDay
+from kvrouter.router.base.redis_client.connection import Connection
+from kvrouter.router.base.redis_client.errors import ReplyError, StoreError
+from kvrouter.router.base.redis_client.resp import command
+from kvrouter.router.base.redis_client.servers import Servers
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.transactions import UNWATCH, WRONG_TYPE, multi, pairs
+from kvrouter.router.observe.history.history import RANGE_S
+from kvrouter.router.observe.history.history_entry import MAX_MODELS, OTHER, HistoryEntry, decode
+from kvrouter.router.observe.history.history_metrics import HistoryMetrics
+from kvrouter.router.observe.history.saved_days import models_in, rows_of
+from kvrouter.router.observe.history.unwritten import STREAMS, Batch, DaySum, Unwritten
+
+log = logging.getLogger("kvrouter.history")
+
+# Entries read at once: a few milliseconds with all models, after which other tasks have their turn.
+ENTRIES_PER_READ = 64
+# Writers whose last number is remembered: each restart of a process makes a new one.
+MAX_WRITERS = 4_096
+# How long a process that ends waits for Redis.
+LEAVE_S = 2.0
+# The id before the first entry of a stream.
+FIRST_ID = b"0-0"
+
+
+class HistoryLog:
+    """This process's side of the history in Redis."""
+
+    def __init__(
+        self,
+        servers: Servers,
+        unwritten: Unwritten,
+        take: Callable[[int, HistoryEntry], bool],
+        metrics: HistoryMetrics,
+        clock: Callable[[], float],
+        heard_time: Callable[[float, float], None],
+    ) -> None:
+        """Connect the counts of this process with the streams of the servers.
+
+        Args:
+            servers: The servers that hold the streams.
+            unwritten: The counts that wait to be written.
+            take: Called with the length of the steps and each entry of another process; returns whether its time is in
+                range.
+            metrics: Counts what is left out.
+            clock: Returns the monotonic time.
+            heard_time: Called with the time of Redis, in seconds since 1970, and the monotonic time at which it was so.
+        """
+        self._servers = servers
+        self._unwritten = unwritten
+        self._take = take
+        self._metrics = metrics
+        self._clock = clock
+        self._heard_time = heard_time
+        # The batch whose outcome is not known yet.
+        self._sealed: Batch | None = None
+        self._last_ids = dict.fromkeys(STREAMS, FIRST_ID)
+        # By stream and writer, the number of the last entry that was read.
+        self._read_numbers: OrderedDict[tuple[int, str], int] = OrderedDict()
+        # The models that have sums in each day, as far as known.
+        self._day_models: dict[str, set[str]] = {}
+
+    # -- writing
+
+    async def write(self, until_s: float) -> None:
+        """Write all counts, of the steps that ended until `until_s`. Raises StoreError."""
+        await self._name_models()
+        while True:
+            if self._sealed is None:
+                self._sealed = self._unwritten.seal(until_s)
+            if self._sealed is None:
+                return
+            await self._apply(self._sealed)
+            self._sealed = None
+
+    async def hear_time(self) -> None:
+        """Ask Redis for the time. Raises StoreError."""
+        began_s = self._clock()
+        ((seconds, micros),) = await self._servers.run(keys.HISTORY_STEPS, command("TIME"))
+        # The server took the time about halfway.
+        self._heard_time(int(seconds) + int(micros) / 1e6, (began_s + self._clock()) / 2)
+
+    async def _apply(self, batch: Batch) -> None:
+        """Execute a batch unless it was executed before; a sum that a foreign value refuses waits for the next one."""
+        writer, orders = keys.history_writer(self._unwritten.writer), batch.orders
+
+        async def attempt(connection: Connection) -> list[Any] | None:
+            # The number is watched, because an earlier attempt may reach the server only now.
+            _, number = await connection.run(command("WATCH", writer) + command("GET", writer), 2)
+            if number == b"%d" % batch.number:
+                await connection.run(UNWATCH, 1)
+                return []
+            *_, replies = await connection.run(multi(orders), len(orders) + 2)
+            return replies  # type: ignore[no-any-return]
+
+        while (replies := await self._servers.on(writer, attempt)) is None:
+            pass
+        refused = [(index, str(reply)) for index, reply in enumerate(replies) if isinstance(reply, Exception)]
+        lost: list[DaySum] = []
+        for index, text in refused:
+            log.warning("a part of the history was refused", extra={"reason": text})
+            if index >= len(batch.day_sums):
+                # A stream of another type; `common_keys.py` replaces it.
+                self._metrics.lost["unwritten"].inc()
+                continue
+            part = batch.day_sums[index]
+            self._metrics.lost["damaged"].inc()
+            await self._drop(part, whole=text.startswith(WRONG_TYPE))
+            lost.append(part)
+        self._unwritten.restore(lost)
+
+    async def _drop(self, part: DaySum, *, whole: bool) -> None:
+        key = keys.savings(part.day)
+        order = command("DEL", key) if whole else command("HDEL", key, keys.savings_field(part.model, part.column))
+        await self._servers.run(key, order)
+
+    async def _name_models(self) -> None:
+        """Count models beyond the limit of a day as OTHER, whichever process named the others."""
+        days = self._unwritten.days
+        unknown = {day for day, model in days if model not in self._day_models.get(day, ())}
+        for day in unknown:
+            try:
+                (fields,) = await self._servers.run(keys.savings(day), command("HKEYS", keys.savings(day)))
+            except ReplyError as error:
+                if error.code != WRONG_TYPE:
+                    raise
+                fields = []
+            self._day_models[day] = models_in(fields)
+        for day, model in list(days):
+            models = self._day_models.setdefault(day, set())
+            if model in models or model == OTHER:
+                continue
+            if len(models - {OTHER}) < MAX_MODELS:
+                models.add(model)
+            else:
+                self._unwritten.add_day(day, OTHER, days.pop((day, model)))
+        for day in self._day_models.keys() - {max(self._day_models, default="")}:
+            del self._day_models[day]
+
+    # -- reading
+
+    async def read(self) -> None:
+        """Read the entries that all processes have written since the last call. Raises StoreError."""
+        for step_s, key in STREAMS.items():
+            while await self._read_some(step_s, key):
+                # Other tasks have their turn.
+                await asyncio.sleep(0)
+
+    async def _read_some(self, step_s: int, key: str) -> bool:
+        """Read some entries of a stream, and return whether there may be more."""
+        last_id = self._last_ids[step_s]
+        newest, reply = await self._servers.run(
+            key,
+            command("XREVRANGE", key, "+", "-", "COUNT", 1),
+            command("XREAD", "COUNT", ENTRIES_PER_READ, "STREAMS", key, last_id),
+        )
+        if newest and _parts(newest[0][0]) < _parts(last_id):
+            # Another stream is there, as after the loss of the store. Entries that were read before are known by their
+            # numbers.
+            self._last_ids[step_s] = FIRST_ID
+            return True
+        if reply is None:
+            return False
+        ((_, entries),) = reply
+        for entry_id, fields in entries:
+            self._last_ids[step_s] = entry_id
+            self._read_entry(step_s, fields)
+        return len(entries) == ENTRIES_PER_READ
+
+    def _read_entry(self, step_s: int, fields: Sequence[bytes]) -> None:
+        entry = decode(fields[1]) if len(fields) == 2 and fields[0] == keys.HISTORY_MESSAGE.encode() else None
+        if entry is None:
+            self._metrics.lost["damaged"].inc()
+            return
+        if entry.writer == self._unwritten.writer:
+            return
+        source = (step_s, entry.writer)
+        if entry.number <= self._read_numbers.get(source, 0):
+            return
+        self._read_numbers[source] = entry.number
+        self._read_numbers.move_to_end(source)
+        while len(self._read_numbers) > MAX_WRITERS:
+            self._read_numbers.popitem(last=False)
+        if not self._take(step_s, entry):
+            self._metrics.lost["time"].inc()
+
+    async def trim(self, now_s: float) -> None:
+        """Drop entries that are out of range. Raises StoreError."""
+        for step_s, key in STREAMS.items():
+            oldest_id = f"{int((now_s - RANGE_S[step_s] - 2 * step_s) * 1e3)}-0"
+            try:
+                await self._servers.run(key, command("XTRIM", key, "MINID", "~", oldest_id))
+            except ReplyError as error:
+                # Servers before Redis 6.2 have no trimming by age; the number of entries is bounded there, too.
+                log.debug("the history is not trimmed by age", extra={"reason": str(error)})
+
+    # -- savings
+
+    async def savings(self, days: Sequence[str]) -> list[SavedDay]:
+        """Return the stored sums of days, in the order of the days. Raises StoreError."""
+        rows: list[SavedDay] = []
+        for day in days:
+            key = keys.savings(day)
+            try:
+                (flat,) = await self._servers.run(key, command("HGETALL", key))
+            except ReplyError as error:
+                if error.code != WRONG_TYPE:
+                    raise
+                self._metrics.lost["damaged"].inc()
+                continue
+            day_rows, damaged = rows_of(day, pairs(flat))
+            rows += day_rows
+            for problem in damaged:
+                self._metrics.lost["damaged"].inc()
+                log.warning("a part of the savings is left out", extra={"reason": str(problem)})
+        return rows
+
+    async def leave(self) -> None:
+        """Write the last counts, with the steps under way; what Redis does not take in time is lost."""
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                await self.write(float("inf"))
+        except (StoreError, TimeoutError) as error:
+            log.warning("the last counts of the history were not written", extra={"reason": str(error)})
+
+
+def _parts(entry_id: bytes) -> tuple[int, int]:
+    milliseconds, _, number = entry_id.partition(b"-")
+    return int(milliseconds), int(number)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sums of one model in steps of one length, for as many steps as the longest range needs. Pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrouter.router.observe.history.history_entry import SUM_NAMES, ModelStep
+from kvrouter.router.route.load.traffic_sums import TTFT_BOUNDS_S, TTFT_CLASSES
+
+Sums = NDArray[np.int64]
+Counts = NDArray[np.int64]
+
+_BOUNDS_S = np.array((0.0, *TTFT_BOUNDS_S))
+
+
+class StepSums(NamedTuple):
+    """The sums of consecutive steps: one row a step, in the order of SUM_NAMES, and its counts of times."""
+
+    sums: Sums
+    ttft: Counts
+
+
+class StepRing:
+    """The last steps of one model. A step's slot is its number modulo the size, so a new step replaces an old one."""
+
+    def __init__(self, steps: int) -> None:
+        """Begin without traffic. `steps` is how many steps are kept."""
+        self._size = steps
+        # The number of the step that each slot has; -1 before the first.
+        self._held = np.full(steps, -1, np.int64)
+        self._sums = np.zeros((steps, len(SUM_NAMES)), np.int64)
+        self._ttft = np.zeros((steps, TTFT_CLASSES), np.uint32)
+        # The newest step with traffic.
+        self.newest = -1
+
+    @property
+    def bytes(self) -> int:
+        """The memory of the arrays."""
+        return self._held.nbytes + self._sums.nbytes + self._ttft.nbytes
+
+    def add(self, step: int, sums: ModelStep) -> None:
+        """Add sums to a step. A step that is so old that a newer one has its slot is left out."""
+        slot = step % self._size
+        if self._held[slot] != step:
+            if self._held[slot] > step:
+                return
+            self._held[slot] = step
+            self._sums[slot] = 0
+            self._ttft[slot] = 0
+        self._sums[slot] += sums.sums()
+        for index, count in zip(sums.ttft[::2], sums.ttft[1::2], strict=True):
+            self._ttft[slot, index] += min(count, np.iinfo(np.uint32).max - int(self._ttft[slot, index]))
+        self.newest = max(self.newest, step)
+
+    def steps(self, first: int, count: int) -> StepSums:
+        """Return the sums of `count` steps from the number `first` on; steps without traffic have zeros."""
+        wanted = np.arange(first, first + count)
+        slots = wanted % self._size
+        held = (self._held[slots] == wanted)[:, None]
+        return StepSums(np.where(held, self._sums[slots], 0), np.where(held, self._ttft[slots], np.int64(0)))
+
+
+def percentiles(ttft: Counts, share: float) -> list[float | None]:
+    """Return the time below which a share of each row's answers lies, by interpolation; None for a row without any."""
+    reached = np.cumsum(ttft, axis=1, dtype=np.float64)
+    totals = reached[:, -1]
+    target = totals * share
+    index = (reached < target[:, None]).sum(axis=1)
+    # The last class has no upper bound, so its lower one stands for it.
+    lower = _BOUNDS_S[index]
+    upper = _BOUNDS_S[np.minimum(index + 1, len(_BOUNDS_S) - 1)]
+    rows = np.arange(len(ttft))
+    inside = ttft[rows, index].astype(np.float64)
+    before = reached[rows, index] - inside
+    part = np.divide(target - before, inside, out=np.zeros(len(ttft)), where=inside > 0)
+    times = np.round(lower + (upper - lower) * part, 6).tolist()
+    return [time if total else None for time, total in zip(times, totals.tolist(), strict=True)]

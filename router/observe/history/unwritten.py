@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The traffic that this process has counted and Redis does not have yet, and the batches in which it is written. Pure.
+
+A batch is one transaction that also sets the writer's number, which says whether the batch was executed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from kvrouter.router.base.redis_client.resp import command
+from kvrouter.router.index.store import keys
+from kvrouter.router.observe.history.history import FINE_STEP_S, MINUTE_S, RANGE_S
+from kvrouter.router.observe.history.history_entry import HistoryEntry, ModelStep, encode
+from kvrouter.router.observe.history.saved_days import COLUMNS, KEPT_S, Columns
+
+# The steps of each kind that one batch takes: after a long absence of Redis, several batches catch up.
+STEPS_PER_BATCH = 128
+# The stream of each kind of steps.
+STREAMS = {FINE_STEP_S: keys.HISTORY_STEPS, MINUTE_S: keys.HISTORY_MINUTES}
+# A bound of the entries of a stream, besides their age: a full range of 32 processes.
+MAX_ENTRIES = {step_s: 32 * (range_s // step_s) for step_s, range_s in RANGE_S.items()}
+# A key without a writer ends when all of its steps are out of range.
+STREAM_TTL_S = {step_s: 2 * range_s for step_s, range_s in RANGE_S.items()}
+# A writer's number matters while its process lives, which writes it every few seconds.
+WRITER_TTL_S = 86_400
+# Days of sums that wait: a process that runs without Redis for longer loses the oldest.
+MAX_DAY_SUMS = 1_024
+
+
+class DaySum(msgspec.Struct, frozen=True):
+    """A number that is to be added to a field of a day."""
+
+    day: str
+    model: str
+    column: str
+    amount: int
+
+    @property
+    def order(self) -> bytes:
+        """The command that adds it."""
+        return command("HINCRBY", keys.savings(self.day), keys.savings_field(self.model, self.column), self.amount)
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """One transaction."""
+
+    # Rises with each batch of the writer.
+    number: int
+    orders: list[bytes]
+    # The sums of days, which are the first of the orders.
+    day_sums: list[DaySum]
+
+
+class Unwritten:
+    """The counts that wait to be written."""
+
+    def __init__(self, writer: str) -> None:
+        """Begin without counts. `writer` names this life of the process; no other process ever has it."""
+        self.writer = writer
+        # By length of the steps and their start, the sums of each model.
+        self._steps: dict[int, dict[int, dict[str, ModelStep]]] = {step_s: {} for step_s in STREAMS}
+        self.days: dict[tuple[str, str], Columns] = {}
+        self._entries = self._batches = 0
+        # Steps and days that were dropped, because Redis was away for longer than they are kept.
+        self.dropped = 0
+
+    def add(self, step_s: int, start_s: int, sums: ModelStep) -> None:
+        """Add the sums of a model to a step."""
+        models = self._steps[step_s].setdefault(start_s, {})
+        before = models.get(sums.model)
+        models[sums.model] = sums if before is None else before.plus(sums)
+        while len(self._steps[step_s]) > RANGE_S[step_s] // step_s:
+            del self._steps[step_s][min(self._steps[step_s])]
+            self.dropped += 1
+
+    def add_day(self, day: str, model: str, sums: Columns) -> None:
+        """Add sums to a day."""
+        before = self.days.get((day, model))
+        self.days[day, model] = sums if before is None else tuple(map(sum, zip(before, sums, strict=True)))
+        while len(self.days) > MAX_DAY_SUMS:
+            del self.days[min(self.days)]
+            self.dropped += 1
+
+    def restore(self, lost: list[DaySum]) -> None:
+        """Take back sums of days that Redis refused, each on its own."""
+        for part in lost:
+            self.add_day(part.day, part.model, tuple(part.amount * (name == part.column) for name in COLUMNS))
+
+    def seal(self, until_s: float = math.inf) -> Batch | None:
+        """Return the next batch, with the steps that ended until `until_s`; None if there is nothing to write."""
+        days, self.days = self.days, {}
+        day_sums = [
+            DaySum(day, model, column, amount)
+            for (day, model), sums in days.items()
+            for column, amount in zip(COLUMNS, sums, strict=True)
+            if amount
+        ]
+        orders = [part.order for part in day_sums]
+        orders += [command("EXPIRE", keys.savings(day), KEPT_S) for day in {day for day, _ in days}]
+        for step_s, key in STREAMS.items():
+            steps = self._steps[step_s]
+            ended = sorted(start_s for start_s in steps if start_s + step_s <= until_s)[:STEPS_PER_BATCH]
+            for start_s in ended:
+                self._entries += 1
+                entry = HistoryEntry(self.writer, self._entries, start_s, list(steps.pop(start_s).values()))
+                field = (keys.HISTORY_MESSAGE, encode(entry))
+                orders.append(command("XADD", key, "MAXLEN", "~", MAX_ENTRIES[step_s], "*", *field))
+            if ended:
+                orders.append(command("EXPIRE", key, STREAM_TTL_S[step_s]))
+        if not orders:
+            return None
+        self._batches += 1
+        orders.append(command("SET", keys.history_writer(self.writer), self._batches, "EX", WRITER_TTL_S))
+        return Batch(self._batches, orders, day_sums)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routes that show the traffic of the last day, and what routing saved in the last weeks."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Protocol
+
+from fastapi import APIRouter, Query, Request, Response
+
+from kvrouter.contract.history import HistoryReply, SavingsReply
+from kvrouter.router.serve.api.openapi import gives
+from kvrouter.router.serve.api.workers import respond
+
+# The days for which savings are kept.
+MAX_DAYS = 35
+
+
+class Range(StrEnum):
+    """The ranges of the history."""
+
+    QUARTER = "15m"
+    HOUR = "1h"
+    DAY = "24h"
+
+
+RANGES_S = {Range.QUARTER: 900, Range.HOUR: 3_600, Range.DAY: 86_400}
+
+WantedRange = Annotated[Range, Query(alias="range", description="15m and 1h have steps of 5 s, 24h of 60 s")]
+OneModel = Annotated[str | None, Query(description="only this model; absent: all models summed")]
+OneModelOfDays = Annotated[str | None, Query(alias="model", description="only this model")]
+Days = Annotated[int, Query(ge=1, le=MAX_DAYS, description="how many days, today included")]
+
+
+class HistoryPort(Protocol):
+    """The history as the API sees it. `HistoryKeeper` of `router/observe/history/history_keeper.py` implements it."""
+
+    def reply(self, range_s: int, model: str | None) -> HistoryReply:
+        """Return the traffic of a range of RANGES_S, of one model or of all."""
+        ...
+
+    async def savings(self, days: int, model: str | None) -> SavingsReply:
+        """Return the savings of the last days, of one model or of each. Raises StoreError."""
+        ...
+
+
+def history_routes(history: HistoryPort) -> APIRouter:
+    """Return the routes, bound to the history."""
+    router = APIRouter(tags=["watching"])
+
+    @router.get(
+        "/history",
+        summary="Requests, reuse and first tokens of the last minutes, hour or day",
+        operation_id="history",
+        responses=gives(HistoryReply, 400),
+    )
+    async def shown(request: Request, wanted: WantedRange = Range.HOUR, model: OneModel = None) -> Response:
+        """Sum the traffic of all routers on the store. A step shows some seconds after its end."""
+        return respond(request, history.reply(RANGES_S[wanted], model))
+
+    @router.get(
+        "/savings",
+        summary="What was not computed, by day and model, beside round robin",
+        operation_id="savings",
+        responses=gives(SavingsReply, 400, 503),
+    )
+    async def saved(request: Request, days: Days = 7, model: OneModelOfDays = None) -> Response:
+        """Read the sums of the last days from Redis. They are some seconds behind."""
+        return respond(request, await history.savings(days, model))
+
+    return router
