@@ -91,6 +91,8 @@ class Placed:
             hit=hit, best_hit_tokens=hit.tokens, prefill_tokens=num_tokens - hit.tokens, reason="first fit", lost=""
         )
         self.num_tokens = num_tokens
+        self.names: list[int] = []
+        self.is_watched = False
         self.placed_s = time.monotonic()
         self.queued_s = 0.0
         self.prefill = None

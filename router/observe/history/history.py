@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvrouter.contract.history import HistoryReply, HistorySeries, HistoryTotals
-from kvrouter.router.observe.history.history_entry import MAX_MODELS, OTHER, SUM_NAMES, ModelStep, fits
+from kvrouter.router.observe.history.history_entry import MAX_MODELS, OTHER, SUM_NAMES, ModelStep, fits, in_order
 from kvrouter.router.observe.history.history_ring import StepRing, StepSums, percentiles
 from kvrouter.router.route.load.traffic_sums import TTFT_CLASSES
 
@@ -85,7 +85,7 @@ class History:
             sums: The sums.
             now_s: The present time.
         """
-        if start_s % step_s or not now_s - RANGE_S[step_s] - step_s <= start_s <= now_s + AHEAD_S:
+        if start_s % step_s or not now_s - RANGE_S[step_s] - 2 * step_s <= start_s <= now_s + AHEAD_S:
             return False
         name = self.name(sums.model, now_s)
         history = self._models.get(name)
@@ -113,7 +113,7 @@ class History:
         return HistoryReply(
             range_s,
             step_s,
-            sorted(self._models),
+            sorted(self._models, key=in_order),
             [number * step_s for number in range(first, first + count)],
             HistorySeries(
                 **columns,

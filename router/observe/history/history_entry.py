@@ -123,3 +123,8 @@ def fits(model: str) -> bool:
         return len(model.encode()) <= MAX_NAME_BYTES
     except UnicodeEncodeError:
         return False
+
+
+def in_order(model: str) -> tuple[bool, str]:
+    """Return the key by which models are sorted: by name, and OTHER last."""
+    return model == OTHER, model

@@ -135,12 +135,12 @@ class HistoryLog:
         unknown = {day for day, model in days if model not in self._day_models.get(day, ())}
         for day in unknown:
             try:
-                (fields,) = await self._servers.run(keys.savings(day), command("HKEYS", keys.savings(day)))
+                (fields,) = await self._servers.run(keys.savings(day), command("HGETALL", keys.savings(day)))
             except ReplyError as error:
                 if error.code != WRONG_TYPE:
                     raise
                 fields = []
-            self._day_models[day] = models_in(fields)
+            self._day_models[day] = models_in(fields[::2])
         for day, model in list(days):
             models = self._day_models.setdefault(day, set())
             if model in models or model == OTHER:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from kvrouter.contract.history import SavedDay
 from kvrouter.router.base.redis_client.errors import StoredValueError
 from kvrouter.router.index.store import keys
-from kvrouter.router.observe.history.history_entry import MAX_MODELS, OTHER
+from kvrouter.router.observe.history.history_entry import MAX_MODELS, OTHER, in_order
 from kvrouter.router.route.load.traffic_sums import ModelSums
 
 # The days that are kept, today included. The API takes no more (`serve/api/history.py`).
@@ -79,7 +79,8 @@ def rows_of(day: str, fields: Iterable[tuple[bytes, bytes]]) -> tuple[list[Saved
         row = sums.setdefault(model, dict.fromkeys(COLUMNS, 0))
         row[column] += number
     rows = []
-    for model, row in sorted(sums.items()):
+    for model in sorted(sums, key=in_order):
+        row = sums[model]
         saved_s = row.pop("saved_us") / 1e6
         rows.append(SavedDay(day=day, model=model, **row, saved_s=saved_s))
     return rows, damaged
