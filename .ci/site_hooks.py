@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks of the documentation's build (mkdocs.yml).
 
-Pages link to files of the repository outside docs/, so the hooks copy these files into the site, under `source/`. The
-site also has llms.txt, a map of its pages for language models, and each page as Markdown beside its HTML.
+Pages link to files of the repository outside docs/, so the hooks copy these files into the site, under `source/`. A
+link whose text is the file name of a page gets the page's title instead. The site also has llms.txt, a map of its pages
+for language models, and each page as Markdown beside its HTML.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 SOURCE = "source"
 _LINK = re.compile(r"(?<=\]\()(?P<path>[^)#\s:]+)(?=[)#])")
+# A link whose text is the name of a page's file, which reads well on GitHub alone.
+_NAMED = re.compile(r"\[[\w/-]+\.md\]\((?P<path>[^)#\s:]+\.md)(?P<anchor>#[\w-]+)?\)")
 # Tests read the text after the language of a block, as in "```json example=events".
 _INFO = re.compile(r"^(?P<fence> *```\w+) [^\n`]*$", re.MULTILINE)
 # A row of the map in docs/README.md: the pages, and the purpose of each.
@@ -61,7 +64,17 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             return found["path"]
         return posixpath.relpath(site_path(target), posixpath.dirname(source) or ".")
 
-    return _INFO.sub(r"\g<fence>", _LINK.sub(moved, markdown))
+    def titled(found: re.Match[str]) -> str:
+        target = (DOCS / source).parent / found["path"]
+        if outside(source, found["path"]) is not None or not target.is_file():
+            return found[0]
+        return f"[{title_of(target)}]({found['path']}{found['anchor'] or ''})"
+
+    return _INFO.sub(r"\g<fence>", _LINK.sub(moved, _NAMED.sub(titled, markdown)))
+
+
+def title_of(page: Path) -> str:
+    return page.read_text().partition("\n")[0].removeprefix("# ")
 
 
 def on_post_build(config: Any) -> None:
@@ -83,9 +96,8 @@ def llms_text(name: str, summary: str, nav: list[dict[str, Any]]) -> str:
         for title, pages in section.items():
             lines += [f"## {title}", ""]
             for page in [pages] if isinstance(pages, str) else pages:
-                heading = (DOCS / page).read_text().partition("\n")[0].removeprefix("# ")
                 text = f": {about[page]}" if page in about else ""
-                lines.append(f"- [{heading}]({page}){_without_links(text)}")
+                lines.append(f"- [{title_of(DOCS / page)}]({page}){_without_links(text)}")
             lines.append("")
     return "\n".join(lines)
 

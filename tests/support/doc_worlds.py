@@ -116,6 +116,12 @@ WORLDS: dict[str, World] = {
         fill={"HOST:PORT": "127.0.0.1:30000", "--api-key KEY": "--api-key secret"},
     ),
     "docs/how-to/gateway.md": World(engines=TWO),
+    "docs/how-to/load-test.md": World(
+        engines=TWO,
+        router=TWO_WORKERS,
+        sent=(f"curl -s localhost:30000/v1/completions {_AS_JSON} -d '{_PROMPT}'",),
+        shown=(r"(?m)^kvrouter_delivered_cached_tokens_total",),
+    ),
     "docs/how-to/migration.md": World(engines=TWO, shown=(r'"worker_id": ?"w[01]"',)),
     "docs/how-to/monitoring.md": World(
         engines=TWO,

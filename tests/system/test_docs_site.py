@@ -105,6 +105,18 @@ def test_every_link_and_anchor_of_the_site_leads_somewhere(site: Path) -> None:
     assert not missing
 
 
+def test_links_to_pages_have_their_titles(site: Path) -> None:
+    link = re.compile(r'<a href="([^"]*)">([\w/-]+\.md)</a>')
+    named = {
+        (page.parent.name, text)
+        for page in pages_of(site)
+        for target, text in link.findall(page.read_text())
+        if "/source/" not in f"/{target}"
+    }
+    assert not named
+    assert ">Harden an installation</a>" in (site / "how-to/proxy/index.html").read_text()
+
+
 def test_lists_and_tables_are_what_they_are_on_github(site: Path) -> None:
     """Compare the site with GitHub's reading of the pages.
 
