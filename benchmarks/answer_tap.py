@@ -107,6 +107,8 @@ class NoEnds:
 
     def done(self, placement: Placement, output_tokens: int | None) -> None: ...
 
+    def reused(self, placement: Placement, tokens: int) -> None: ...
+
 
 def requests(quality: Quality, parts: list[bytes]) -> Callable[[int], None]:
     """Return a function that watches whole requests, each answered with these pieces, without the proxy's own work."""

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.observe.quality.prediction_judge import ALONE_MIN, COUNTED_MIN, SILENT_MIN
+from kvrouter.router.route.load.traffic_sums import NO_MODEL
 from tests.contract.proxy_support import CHAT, COMPLETIONS, ProxyServer, fleet, until
 from tests.contract.served_app import request as raw_request
 from tests.support.scripted_engine import STREAM_HEAD, Asked, Script, Wire, chunk, plain, reset, stream
@@ -252,3 +254,53 @@ def test_a_workers_series_end_with_it() -> None:
         assert not [line for line in page.splitlines() if 'worker="w0"' in line]
         router.post(COMPLETIONS, TOKENS)
         until(lambda: counted(router) == {"exact": 1}, "it is counted again")
+
+
+@pytest.mark.parametrize(
+    ("script", "sums"),
+    [
+        (answer(64), {"prompt_tokens": 99, "predicted_tokens": PREDICTED, "delivered_tokens": 64, "reused_tokens": 64}),
+        # Where the engine reports nothing, the prediction stands for the reuse.
+        (answer(None), {"prompt_tokens": 99, "reused_tokens": PREDICTED}),
+        (plain(b"{}"), {"prompt_tokens": 99, "reused_tokens": PREDICTED}),
+        (plain(b'{"error": {}}', "400 Bad Request"), {}),
+        (plain(b"{}", "500 Oh"), {"failed": 1}),
+        (cut, {"failed": 1}),
+    ],
+)
+def test_the_history_has_the_sums_of_what_is_counted(script: Script, sums: dict[str, int]) -> None:
+    with fleet(script) as (router, _):
+        try:
+            router.post(COMPLETIONS, TOKENS)
+        except http.client.IncompleteRead:
+            assert script is cut
+        until(lambda: router.sample("proxy_open_requests") == 0, "it is over")
+        taken = router.quality.traffic.take()["m"]
+        names = ("failed", "prompt_tokens", "predicted_tokens", "delivered_tokens", "reused_tokens", "saved_s")
+        assert {name: value for name in names if (value := getattr(taken, name))} == sums
+        assert taken.requests == 1 and sum(taken.ttft) == router.sample("ttft_seconds_count", worker="w0")
+        assert taken.unpriced_tokens == sums.get("reused_tokens", 0)
+
+
+def test_the_history_has_first_tokens_of_streams_and_requests_that_were_refused() -> None:
+    with fleet(stream(events(None, usage(PREDICTED)))) as (router, _):
+        router.post(COMPLETIONS, TOKENS | {"stream": True})
+        router.post(COMPLETIONS, TOKENS | {"model": "unknown"})
+        until(
+            lambda: (
+                sum(router.sample("proxy_requests_total", path=COMPLETIONS, outcome=o) for o in ("ok", "refused")) == 2
+            ),
+            "both",
+        )
+        taken = router.quality.traffic.take()
+        assert sum(taken["m"].ttft) == taken["m"].requests == 1
+        # A model that nobody serves is a client's fault.
+        assert (taken[NO_MODEL].requests, taken[NO_MODEL].failed) == (1, 0)
+
+
+def test_a_request_that_is_refused_for_want_of_a_worker_has_failed() -> None:
+    with fleet(answer(0)) as (router, _):
+        router.core.draining = {WorkerKey("m", "w0")}
+        router.post(COMPLETIONS, TOKENS)
+        until(lambda: router.sample("proxy_requests_total", path=COMPLETIONS, outcome="refused") == 1, "it is refused")
+        assert router.quality.traffic.take()["m"].failed == 1

@@ -48,8 +48,7 @@ main()
 # The rights of a router's user, as in docs/how-to/hardening.md.
 RIGHTS = (
     "resetkeys ~kvr:* resetchannels -@all +info +cluster|slots +select +multi +exec +watch +unwatch +get +set +del +unlink "
-    "+pttl +hset +hsetnx +hget +hmget +hgetall +hdel +hlen +sadd +srem +smembers +xadd +xread +xrevrange +incr +incrby "
-    "+time +expire +hincrby +xtrim"
+    "+pttl +hset +hsetnx +hget +hmget +hgetall +hdel +hlen +sadd +srem +smembers +xadd +xread +xrevrange +incr +incrby"
 )
 
 

@@ -8,10 +8,11 @@ import pytest
 
 from kvrouter.contract.history import HistoryReply
 from kvrouter.router.base.common.ids import WorkerKey
-from kvrouter.router.observe.history.history import FINE_STEP_S, MINUTE_S, RANGE_S, SETTLE_S, History
+from kvrouter.router.observe.history.history import FINE_STEP_S, MINUTE_S, RANGE_S, SETTLE_S, SLOTS, History
 from kvrouter.router.observe.history.history_entry import (
     MAX_MODELS,
     OTHER,
+    SUM_NAMES,
     HistoryEntry,
     ModelStep,
     decode,
@@ -28,8 +29,7 @@ MEMORY_MAX_BYTES = 512_000
 
 
 def step(model: str = "m", **sums: int) -> ModelStep:
-    names = ModelStep.__struct_fields__[1:-1]
-    return ModelStep(model, *[sums.get(name, 0) for name in names], ttft=[])
+    return ModelStep(model, **dict.fromkeys(SUM_NAMES, 0) | sums, ttft=[])
 
 
 def shown(history: History, range_s: int = HOUR_S, model: str | None = None, now_s: float = BEGAN_S) -> HistoryReply:
@@ -62,7 +62,7 @@ def test_a_range_has_all_of_its_steps_up_to_the_last_that_has_settled(range_s: i
 
 def test_an_answer_with_all_steps_and_models_is_whole() -> None:
     history = History()
-    sums = {name: index + 1 for index, name in enumerate(ModelStep.__struct_fields__[1:-1])}
+    sums = {name: index + 1 for index, name in enumerate(SUM_NAMES)}
     for model in ("a", "b"):
         history.add(FINE_STEP_S, BEGAN_S, step(model, **sums), BEGAN_S)
     reply = msgspec.json.decode(msgspec.json.encode(shown(history, now_s=BEGAN_S + 10)), type=HistoryReply)
@@ -86,6 +86,18 @@ def test_a_step_of_another_time_changes_no_other_step() -> None:
     assert history.add(FINE_STEP_S, BEGAN_S + 60, step(requests=7), BEGAN_S)
     assert shown(history, now_s=BEGAN_S + 10) == before
     assert shown(history, now_s=BEGAN_S + 68).totals.requests == 8
+
+
+def test_traffic_that_is_out_of_range_does_not_come_back() -> None:
+    history = History()
+    for step_s in (FINE_STEP_S, MINUTE_S):
+        history.add(step_s, BEGAN_S, step(requests=1), BEGAN_S)
+    for range_s, step_s in ((HOUR_S, FINE_STEP_S), (DAY_S, MINUTE_S)):
+        later_s = BEGAN_S + SLOTS[step_s] * step_s
+        assert shown(history, range_s, now_s=later_s + step_s + SETTLE_S).totals.requests == 0
+        # Beside traffic of the range, too.
+        history.add(step_s, later_s - step_s, step(requests=5), later_s)
+        assert shown(history, range_s, now_s=later_s + step_s + SETTLE_S).totals.requests == 5
 
 
 def test_a_clock_that_goes_back_adds_to_earlier_steps() -> None:

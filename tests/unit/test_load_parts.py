@@ -201,6 +201,18 @@ def test_a_worker_is_slow_beside_the_others_of_its_model_only() -> None:
 # -- sessions
 
 
+def test_a_worker_without_a_speed_has_that_of_its_model_or_else_of_the_fleet() -> None:
+    weights = LoadModel(LoadTable(), 1)
+    one, two, three = (WorkerKey("m", name) for name in ("a", "b", "c"))
+    other = WorkerKey("other", "a")
+    assert weights.prefill_rate(one) is None
+    for worker, rate in ((one, 1_000), (two, 3_000)):
+        for _ in range(SAMPLES_MIN):
+            weights.rates_of(worker).first_token(rate, 0, 0, 1.0)
+    weights.tick([one, two, three, other], 0.0)
+    assert [weights.prefill_rate(worker) for worker in (one, two, three, other)] == [1_000, 3_000, 2_000, 2_000]
+
+
 def test_sessions_are_bounded_in_time_and_number() -> None:
     memory = SessionMemory(ttl_s=10.0, max_sessions=3)
     memory.record_choice("s", A, 100, 0.0)

@@ -15,6 +15,7 @@ from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.question import Question
 from kvrouter.router.model.engines.engine_metrics import EngineLoad
 from kvrouter.router.model.kvcache.resume_rule import ResumeRule
+from kvrouter.router.route.load.load_messages import PREFILL_COMPLETE, RELEASE
 from kvrouter.router.route.load.load_table import PREFILL_TTL_S, RESERVATION_TTL_S
 from kvrouter.router.route.load.pending_prefixes import PENDING_TTL_S, SELECTED_TTL_S, SETTLE_S
 from kvrouter.router.route.load.prompts_ahead import ARRIVAL_S
@@ -63,6 +64,33 @@ def test_the_load_moves_to_the_worker_that_serves_in_place_of_the_chosen_one() -
     placement.served_by(hit("a"))
     assert stage.load("a") == stage.load("b") == (0, 0, 0)
     assert stage.counted("reservations_ended_total", how="released") == 2
+
+
+def test_a_choice_whose_end_is_reported_is_a_request_of_the_history() -> None:
+    stage = Stage(hit("a", 500))
+    placement = stage.placer.reserve(ask())
+    assert stage.placer.end_here(placement.selection_id, PREFILL_COMPLETE)
+    assert stage.placer.traffic.take()["m"].requests == 0
+    assert stage.placer.end_here(placement.selection_id, RELEASE)
+    assert not stage.placer.end_here(placement.selection_id, RELEASE)
+    sums = stage.placer.traffic.take()["m"]
+    assert (sums.requests, sums.prompt_tokens, sums.reused_tokens) == (1, TOKENS, 500)
+    (prompt,) = stage.placer.traffic.take_prompts()
+    assert prompt.names == placement.names and prompt.reused_tokens == 500
+    # A request whose answer comes through this router is counted there.
+    placement = stage.placer.reserve(ask())
+    placement.is_watched = True
+    assert stage.placer.end_here(placement.selection_id, RELEASE)
+    assert stage.placer.traffic.take()["m"].requests == 0
+
+
+def test_the_history_has_what_was_possible_and_what_was_chosen_but_no_dry_runs() -> None:
+    stage = Stage(hit("a", 500), hit("b", 100))
+    stage.placer.reserve(ask(pinned="b"))
+    stage.placer.choose(ask(dry_run=True), "dry")
+    sums = stage.placer.traffic.take()["m"]
+    assert (sums.possible_tokens, sums.chosen_tokens) == (500, 100)
+    assert stage.counted("achievable_hit_tokens_total") == 500
 
 
 def test_a_dry_run_is_neither_recorded_nor_counted_and_nothing_counts_on_it() -> None:

@@ -39,7 +39,9 @@ def forms() -> dict[str, Any]:
     entry = entry_fields(
         WORKER, EntryKind.COMMIT, 7, "e", (3, 4), [ResidencyDelta(PLACE, hashes, hashes[:1])], {"catalog": b"c"}
     )
-    _, structs = msgspec.json.schema_components([Registration, Heartbeat, Claims, LoadMessage, HistoryEntry], ref_template="{name}")
+    _, structs = msgspec.json.schema_components(
+        [Registration, Heartbeat, Claims, LoadMessage, HistoryEntry], ref_template="{name}"
+    )
     return {
         "schema": keys.SCHEMA,
         "former": [keys.FORMER_SCHEMA, keys.FORMER_PREFIX],

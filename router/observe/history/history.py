@@ -14,7 +14,6 @@ import numpy as np
 from kvrouter.contract.history import HistoryReply, HistorySeries, HistoryTotals
 from kvrouter.router.observe.history.history_entry import MAX_MODELS, OTHER, SUM_NAMES, ModelStep, fits, in_order
 from kvrouter.router.observe.history.history_ring import StepRing, StepSums, percentiles
-from kvrouter.router.route.load.traffic_sums import TTFT_CLASSES
 
 FINE_STEP_S, MINUTE_S = 5, 60
 # The longest range in each kind of steps.
@@ -134,10 +133,7 @@ class History:
         shown: Mapping[str, ModelHistory] = self._models
         if model is not None:
             shown = {model: self._models[model]} if model in self._models else {}
-        sums = np.zeros((count, len(SUM_NAMES)), np.int64)
-        ttft = np.zeros((count, TTFT_CLASSES), np.int64)
+        total = StepSums.zeros(count)
         for history in shown.values():
-            steps = history.rings[step_s].steps(first, count)
-            sums += steps.sums
-            ttft += steps.ttft
-        return StepSums(sums, ttft)
+            history.rings[step_s].add_to(total, first)
+        return total

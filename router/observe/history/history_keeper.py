@@ -35,6 +35,8 @@ TRIM_S = 60.0
 # How often answered prompts are followed in the shadow, and for how long at once.
 FOLLOW_S = 1.0
 FOLLOW_TURN_S = 0.002
+# Longer prompts (262,144 tokens) are not followed, because one would hold the loop for longer than a turn.
+MAX_PIECES_FOLLOWED = 2_048
 
 # The workers of a model, in the order of their turns, each with the tokens that its cache holds; None: not known.
 CacheSizes = Sequence[tuple[WorkerKey, int | None]]
@@ -86,7 +88,7 @@ class HistoryKeeper:
             self._log = HistoryLog(servers, self._unwritten, self._take_entry, metrics, clock, self._hear_time)
 
     def now(self) -> float:
-        """Return the time in seconds since 1970 on the clock of Redis, as it was heard last."""
+        """Return the time in seconds since 1970 on the clock of Redis, by its last answer."""
         return self._clock() + self._ahead_s
 
     def start(self) -> None:
@@ -154,7 +156,7 @@ class HistoryKeeper:
         self._shadow.keep({worker for workers in sizes.values() for worker, _ in workers})
         until_s = self._clock() + FOLLOW_TURN_S
         for prompt in prompts:
-            workers = sizes.get(prompt.model) if prompt.names else None
+            workers = sizes.get(prompt.model) if 0 < len(prompt.names) <= MAX_PIECES_FOLLOWED else None
             reused_tokens = prompt.reused_tokens
             if workers:
                 reused_tokens = self._shadow.sent(prompt.model, workers, prompt.names, prompt.num_tokens)

@@ -28,8 +28,10 @@ from kvrouter.router.observe.history.unwritten import STREAMS, Batch, DaySum, Un
 
 log = logging.getLogger("kvrouter.history")
 
-# Entries read at once: a few milliseconds with all models, after which other tasks have their turn.
-ENTRIES_PER_READ = 64
+# Entries read at once.
+ENTRIES_PER_READ = 128
+# Sums added at once: about a millisecond.
+MODELS_PER_TURN = 64
 # Writers whose last number is remembered: each restart of a process makes a new one.
 MAX_WRITERS = 4_096
 # How long a process that ends waits for Redis.
@@ -158,8 +160,7 @@ class HistoryLog:
         """Read the entries that all processes have written since the last call. Raises StoreError."""
         for step_s, key in STREAMS.items():
             while await self._read_some(step_s, key):
-                # Other tasks have their turn.
-                await asyncio.sleep(0)
+                pass
 
     async def _read_some(self, step_s: int, key: str) -> bool:
         """Read some entries of a stream, and return whether there may be more."""
@@ -177,27 +178,34 @@ class HistoryLog:
         if reply is None:
             return False
         ((_, entries),) = reply
+        added = 0
         for entry_id, fields in entries:
             self._last_ids[step_s] = entry_id
-            self._read_entry(step_s, fields)
+            added += self._read_entry(step_s, fields)
+            if added >= MODELS_PER_TURN:
+                # Other tasks have their turn.
+                await asyncio.sleep(0)
+                added = 0
         return len(entries) == ENTRIES_PER_READ
 
-    def _read_entry(self, step_s: int, fields: Sequence[bytes]) -> None:
+    def _read_entry(self, step_s: int, fields: Sequence[bytes]) -> int:
+        """Read an entry, and return for how many models it had sums that were added."""
         entry = decode(fields[1]) if len(fields) == 2 and fields[0] == keys.HISTORY_MESSAGE.encode() else None
         if entry is None:
             self._metrics.lost["damaged"].inc()
-            return
+            return 0
         if entry.writer == self._unwritten.writer:
-            return
+            return 0
         source = (step_s, entry.writer)
         if entry.number <= self._read_numbers.get(source, 0):
-            return
+            return 0
         self._read_numbers[source] = entry.number
         self._read_numbers.move_to_end(source)
         while len(self._read_numbers) > MAX_WRITERS:
             self._read_numbers.popitem(last=False)
         if not self._take(step_s, entry):
             self._metrics.lost["time"].inc()
+        return len(entry.models)
 
     async def trim(self, now_s: float) -> None:
         """Drop entries that are out of range. Raises StoreError."""

@@ -23,6 +23,11 @@ class StepSums(NamedTuple):
     sums: Sums
     ttft: Counts
 
+    @classmethod
+    def zeros(cls, steps: int) -> StepSums:
+        """Return the sums of steps without traffic."""
+        return cls(np.zeros((steps, len(SUM_NAMES)), np.int64), np.zeros((steps, TTFT_CLASSES), np.int64))
+
 
 class StepRing:
     """The last steps of one model. A step's slot is its number modulo the size, so a new step replaces an old one."""
@@ -56,12 +61,21 @@ class StepRing:
             self._ttft[slot, index] += min(count, np.iinfo(np.uint32).max - int(self._ttft[slot, index]))
         self.newest = max(self.newest, step)
 
-    def steps(self, first: int, count: int) -> StepSums:
-        """Return the sums of `count` steps from the number `first` on; steps without traffic have zeros."""
-        wanted = np.arange(first, first + count)
-        slots = wanted % self._size
-        held = (self._held[slots] == wanted)[:, None]
-        return StepSums(np.where(held, self._sums[slots], 0), np.where(held, self._ttft[slots], np.int64(0)))
+    def add_to(self, total: StepSums, first: int) -> None:
+        """Add the sums of the steps from the number `first` on to `total`, which has as many rows as steps are wanted."""
+        row, rows = 0, len(total.sums)
+        while row < rows:
+            # The slots of consecutive steps are consecutive up to the end of the ring.
+            slot = (first + row) % self._size
+            part, slots = slice(row, min(rows, row + self._size - slot)), slice(slot, slot + rows - row)
+            held = self._held[slots] == np.arange(first + part.start, first + part.stop)
+            if held.all():
+                total.sums[part] += self._sums[slots]
+                total.ttft[part] += self._ttft[slots]
+            elif held.any():
+                total.sums[part] += self._sums[slots] * held[:, None]
+                total.ttft[part] += self._ttft[slots] * held[:, None]
+            row = part.stop
 
 
 def percentiles(ttft: Counts, share: float) -> list[float | None]:

@@ -54,9 +54,12 @@ class RoundRobinShadow:
         # Where only block hashes are known, pieces can be longer; this is the shortest possible length.
         piece_tokens = max(PIECE_TOKENS, num_tokens // (len(names) + 1))
         # The last piece comes first, because a prompt's end must be given up before its start.
+        renew = held.move_to_end
         for name in reversed(names):
-            held[name] = None
-            held.move_to_end(name)
+            if name in held:
+                renew(name)
+            else:
+                held[name] = None
         room = self._max_pieces // max(1, len(self._held))
         if capacity_tokens is not None:
             room = min(room, capacity_tokens // piece_tokens)

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The laws of the history in Redis: each count once, whatever is lost, damaged or late.
+
+They hold on the embedded Valkey and on a cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import redis
+
+from kvrouter.contract.history import SavedDay
+from kvrouter.router.base.common.task_supervisor import TaskSupervisor
+from kvrouter.router.base.redis_client.connection import Connection
+from kvrouter.router.base.redis_client.errors import StoreUnavailable
+from kvrouter.router.base.redis_client.servers import Servers
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.index.store import keys
+from kvrouter.router.observe.history.history import FINE_STEP_S, MINUTE_S
+from kvrouter.router.observe.history.history_entry import MAX_MODELS, OTHER, HistoryEntry, ModelStep
+from kvrouter.router.observe.history.history_keeper import HistoryKeeper
+from kvrouter.router.observe.history.history_log import ENTRIES_PER_READ, HistoryLog
+from kvrouter.router.observe.history.history_metrics import HistoryMetrics
+from kvrouter.router.observe.history.saved_days import models_in
+from kvrouter.router.observe.history.unwritten import Unwritten
+from kvrouter.router.route.load.traffic_sums import TrafficSums
+
+BEGAN_S = 1_800_000_000
+DAY = "2027-01-15"
+# All sums of a day, by column.
+SUMS = (3, 100, 60, 20, 1_500_000)
+
+
+class LossyServers(Servers):
+    """Servers that lose the answer to one request, or the request itself."""
+
+    loses_answer = loses_request = False
+
+    async def on(self, key: str, work: Callable[[Connection], Awaitable[Any]], *, urgent: bool = False) -> Any:
+        if key.startswith(keys.history_writer("")) and self.loses_request:
+            self.loses_request = False
+            raise StoreUnavailable("the request was lost")
+        result = await super().on(key, work, urgent=urgent)
+        if key.startswith(keys.history_writer("")) and self.loses_answer:
+            self.loses_answer = False
+            raise StoreUnavailable("the answer was lost")
+        return result
+
+
+class Writer:
+    """One process: what it writes, and what it reads of the others."""
+
+    def __init__(self, servers: LossyServers, name: str) -> None:
+        self.servers = servers
+        self.unwritten = Unwritten(name)
+        self.registry = MetricRegistry()
+        self.read: Counter[tuple[int, int, str]] = Counter()
+        self.times: list[float] = []
+        self.log = HistoryLog(
+            servers,
+            self.unwritten,
+            self._take,
+            HistoryMetrics(self.registry),
+            time.monotonic,
+            lambda store_s, clock_s: self.times.append(store_s),
+        )
+
+    def _take(self, step_s: int, entry: HistoryEntry) -> bool:
+        for sums in entry.models:
+            self.read[step_s, entry.start_s, sums.model] += sums.requests
+        return True
+
+    def lost(self, reason: str) -> float:
+        return self.registry.get_sample_value("kvrouter_history_entries_lost_total", {"reason": reason}) or 0.0
+
+    def count(self, requests: int, number: int = 0, model: str = "m") -> None:
+        sums = ModelStep(model, requests, 0, 0, 0, 0, 0, 0, 0, ttft=[3, requests])
+        for step_s in (FINE_STEP_S, MINUTE_S):
+            self.unwritten.add(step_s, BEGAN_S + number * step_s, sums)
+
+    async def write(self) -> None:
+        await self.log.write(float("inf"))
+
+
+@pytest.fixture(params=["embedded_url", "cluster_url"])
+def store_url(request: pytest.FixtureRequest) -> str:
+    url: str = request.getfixturevalue(request.param)
+    return url
+
+
+@pytest.fixture
+def raw(store_url: str) -> Iterator[Any]:
+    """Return an empty store for administration."""
+    is_cluster = not store_url.startswith("unix")
+    client: Any = redis.RedisCluster.from_url(store_url) if is_cluster else redis.Redis.from_url(store_url)
+    client.flushall()
+    yield client
+    client.flushall()
+    client.close()
+
+
+@asynccontextmanager
+async def writers(url: str, *names: str) -> AsyncIterator[list[Writer]]:
+    opened = [await LossyServers.open(url) for _ in names]
+    try:
+        yield [Writer(servers, name) for servers, name in zip(opened, names, strict=True)]  # type: ignore[arg-type]
+    finally:
+        for servers in opened:
+            await servers.close()
+
+
+async def test_each_process_reads_what_the_others_wrote_and_a_new_life_reads_all(store_url: str, raw: Any) -> None:
+    async with writers(store_url, "a", "b", "a again") as (one, two, again):
+        for number in range(2 * ENTRIES_PER_READ + 5):
+            one.count(1, number)
+        await one.write()
+        two.count(5)
+        await two.write()
+        await one.log.read()
+        assert one.read == {(step_s, BEGAN_S, "m"): 5 for step_s in (FINE_STEP_S, MINUTE_S)}
+        for process in (two, again):
+            await process.log.read()
+            await process.log.read()
+        assert two.read.total() == 2 * (2 * ENTRIES_PER_READ + 5)
+        assert again.read.total() == two.read.total() + 10
+    assert all(raw.ttl(key) > 0 for key in (keys.HISTORY_STEPS, keys.HISTORY_MINUTES, keys.history_writer("a")))
+
+
+@pytest.mark.parametrize("lost", ["answer", "request"])
+async def test_a_batch_counts_once_whatever_is_lost(lost: str, store_url: str, raw: Any) -> None:
+    async with writers(store_url, "a", "b") as (one, two):
+        for round_number in range(3):
+            one.count(1)
+            one.unwritten.add_day(DAY, "m", SUMS)
+            setattr(one.servers, f"loses_{lost}", True)
+            with pytest.raises(StoreUnavailable):
+                await one.write()
+            one.count(10)
+            await one.write()
+            await two.log.read()
+            assert two.read[FINE_STEP_S, BEGAN_S, "m"] == 11 * (round_number + 1)
+        assert await two.log.savings([DAY]) == [SavedDay(DAY, "m", 9, 300, 180, 60, 4.5)]
+
+
+async def test_a_stream_that_is_there_again_after_a_loss_counts_once(store_url: str, raw: Any) -> None:
+    async with writers(store_url, "a", "b", "c") as (one, two, three):
+        three.count(4, 2)
+        await three.write()
+        ((_, unread),) = raw.xrange(keys.HISTORY_STEPS)
+        raw.flushall()
+        one.count(1)
+        await one.write()
+        await two.log.read()
+        ((_, read),) = raw.xrange(keys.HISTORY_STEPS)
+        raw.flushall()
+        # The clock of the server that took over is behind.
+        for number, fields in enumerate((read, unread, read, unread)):
+            raw.xadd(keys.HISTORY_STEPS, fields, id=f"5-{number}")
+        await two.log.read()
+        one.count(2, 1)
+        await one.write()
+        await two.log.read()
+        assert [two.read[FINE_STEP_S, BEGAN_S + at * FINE_STEP_S, "m"] for at in range(3)] == [1, 2, 4]
+
+
+async def test_foreign_entries_are_left_out_and_counted(store_url: str, raw: Any) -> None:
+    async with writers(store_url, "a", "b") as (one, two):
+        one.count(1)
+        await one.write()
+        ((_, fields),) = raw.xrange(keys.HISTORY_STEPS)
+        (data,) = fields.values()
+        for foreign in ({"x": data}, {"m": data[:-1]}, {"m": b""}, {"m": data, "n": data}):
+            raw.xadd(keys.HISTORY_STEPS, foreign)
+        one.count(2)
+        await one.write()
+        await two.log.read()
+        assert two.read[FINE_STEP_S, BEGAN_S, "m"] == 3 and two.lost("damaged") == 4
+
+
+async def test_sums_of_a_day_outlive_foreign_values(store_url: str, raw: Any) -> None:
+    async with writers(store_url, "a") as (one,):
+        raw.hset(keys.savings(DAY), keys.savings_field("m", "requests"), "many")
+        raw.hset(keys.savings(DAY), mapping={"x": "1", keys.savings_field("m", "foreign"): "1"})
+        one.unwritten.add_day(DAY, "m", SUMS)
+        await one.write()
+        assert one.lost("damaged") == 1
+        assert await one.log.savings([DAY, "2027-01-14"]) == [SavedDay(DAY, "m", 3, 100, 60, 20, 1.5)]
+        assert one.lost("damaged") == 3
+        raw.delete(keys.savings(DAY))
+        raw.set(keys.savings(DAY), "text")
+        assert await one.log.savings([DAY]) == []
+        one.unwritten.add_day(DAY, "m", SUMS)
+        await one.write()
+        assert await one.log.savings([DAY]) == [SavedDay(DAY, "m", 3, 100, 60, 20, 1.5)]
+        assert raw.ttl(keys.savings(DAY)) > 0
+
+
+async def test_a_day_has_at_most_16_models_and_other_whoever_writes(store_url: str, raw: Any) -> None:
+    async with writers(store_url, "a", "b") as (one, two):
+        for process, prefix in ((one, "a/ä:{}"), (two, "b")):
+            for number in range(MAX_MODELS - 2):
+                process.unwritten.add_day(DAY, f"{prefix}{number}", SUMS)
+            await process.write()
+        rows = await one.log.savings([DAY])
+        assert len(rows) == MAX_MODELS + 1 and rows[-1].model == OTHER
+        assert sum(row.requests for row in rows) == 2 * (MAX_MODELS - 2) * SUMS[0]
+        assert len(models_in(raw.hkeys(keys.savings(DAY)))) == MAX_MODELS + 1
+
+
+async def test_old_entries_are_trimmed(store_url: str, raw: Any) -> None:
+    async with writers(store_url, "a") as (one,):
+        for number in range(400):
+            raw.xadd(keys.HISTORY_STEPS, {"m": "x"}, id=f"{number + 1}-0")
+        one.count(1)
+        await one.write()
+        await one.log.trim(time.time())
+        assert raw.xlen(keys.HISTORY_STEPS) < 200
+
+
+async def test_the_steps_are_those_of_redis_clock(store_url: str, raw: Any) -> None:
+    servers = await Servers.open(store_url)
+    registry = MetricRegistry()
+    supervisor = TaskSupervisor(clock=time.monotonic, rng=random.Random(0))
+    keeper = HistoryKeeper(
+        TrafficSums(),
+        writer="a",
+        clock=time.monotonic,
+        wall_clock=lambda: 1_000.0,
+        metrics=HistoryMetrics(registry),
+        servers=servers,
+        supervisor=supervisor,
+    )
+    try:
+        keeper.start()
+        while keeper.now() < BEGAN_S // 2:
+            await asyncio.sleep(0.01)
+        assert abs(keeper.now() - time.time()) < MINUTE_S
+    finally:
+        await keeper.stop()
+        await servers.close()
