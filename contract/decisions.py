@@ -27,6 +27,17 @@ class Proof(StrEnum):
     UNKNOWN = "unknown"
 
 
+class Wanted(StrEnum):
+    """The decisions that a list is limited to."""
+
+    # The engine reported another reuse than was predicted.
+    WRONG = "wrong"
+    # The chosen worker reuses less than another one would.
+    LOST = "lost"
+    # The request had another end than an answer; clients that went away are not counted.
+    FAILED = "failed"
+
+
 class Outcome(msgspec.Struct, frozen=True, gc=False):
     """The outcome of a request. Times are seconds since the arrival of the whole request."""
 
@@ -120,3 +131,7 @@ class DecisionsReply(msgspec.Struct, frozen=True):
     """The last decisions of the process that answers, without their candidates."""
 
     decisions: Annotated[list[DecisionReply], Meta(description="the newest first")]
+    kept: Annotated[int, Meta(description="decisions that the process keeps")] = 0
+    searched: Annotated[
+        int, Meta(description="how many of them were looked at for this answer, the newest first; at most 10,000")
+    ] = 0

@@ -28,8 +28,17 @@ class ReadyReply(msgspec.Struct, frozen=True):
     schedulable_workers: Annotated[int, Meta(description="worker ids that would get a request")]
 
 
-class VersionReply(msgspec.Struct, frozen=True):
-    """The name and the version of the router."""
+class VersionReply(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The name and the version of the router, and the addresses that its page links to."""
 
     name: Annotated[str, Meta(description="name of the package")]
     version: Annotated[str, Meta(description="the version")]
+    documentation_url: Annotated[str | None, Meta(description="the setting of this name; absent without it")] = None
+    grafana_url: Annotated[str | None, Meta(description="the setting of this name; absent without it")] = None
+    trace_url: Annotated[
+        str | None,
+        Meta(
+            description="the setting of this name: the address of a request's trace, with {trace_id} or {request_id} in place "
+            "of its id; absent without it"
+        ),
+    ] = None

@@ -55,6 +55,7 @@ class ReuseStatus(msgspec.Struct, frozen=True):
     predicted_tokens: Annotated[int, Meta(description="tokens that were predicted to be reused")]
     delivered_tokens: Annotated[int, Meta(description="tokens that the engine reported as reused")]
     answers: Annotated[int, Meta(description="answers that passed this process and where both numbers are known")]
+    prompt_tokens: Annotated[int, Meta(description="tokens of the prompts of these answers")] = 0
 
 
 class EngineCache(msgspec.Struct, frozen=True):

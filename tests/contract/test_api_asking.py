@@ -246,6 +246,25 @@ def test_a_limit_of_any_size_is_a_limit_that_a_decision_can_hold(app: HttpApi, f
         assert decision["max_tokens"] == 2**63 - 1
 
 
+def test_decisions_are_listed_by_worker_and_model_and_by_what_went_wrong(app: HttpApi) -> None:
+    for _ in range(3):
+        call(app, "POST", "/select", {"model": "m", "token_ids": [1]})
+    worker = call(app, "GET", "/decisions").json()["decisions"][0]["worker_id"]
+    for query, listed in (
+        ("", 3),
+        (f"worker={worker}", 3),
+        (f"worker={worker}@1", 0),
+        ("model=m&limit=2", 2),
+        ("model=another", 0),
+        ("only=failed", 0),
+    ):
+        reply = call(app, "GET", "/decisions", query=query).json()
+        assert (len(reply["decisions"]), reply["kept"]) == (listed, 3), query
+        assert reply["searched"] == (2 if listed == 2 else 3)
+    refused = call(app, "GET", "/decisions", query="only=right")
+    assert refused.status == 400 and "only" in refused.json()["error"]["message"]
+
+
 def test_select_explains_every_candidate(core: TinyCore) -> None:
     body = {"model": "m", "block_hashes": [1], "num_tokens": 300, "explain": True}
     candidates = call(build(core)[0], "POST", "/select", body).json()["candidates"]

@@ -10,10 +10,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 TIMEOUT_MS = 30_000
+# axe takes every link to a part of the page for a skip link if no link to another page stands before it, so it would
+# want the views' links to have targets, once the nav of a narrow window has scrolled them away.
+RULES = {"rules": {"skip-link": {"enabled": False}}}
 
 
 @contextmanager
@@ -22,6 +26,8 @@ def browser() -> Iterator[Browser]:
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         pytest.skip("no Chromium: apt-get install chromium")
+    # As long as any other wait: the library's 5 s are too short for a machine under load.
+    expect.set_options(timeout=TIMEOUT_MS)
     with sync_playwright() as playwright:
         # Containers run tests as root, and have little shared memory.
         flags = ["--no-sandbox", "--disable-dev-shm-usage"]
@@ -30,6 +36,12 @@ def browser() -> Iterator[Browser]:
             yield chromium
         finally:
             chromium.close()
+
+
+def violations(page: Page) -> list[tuple[str, list[str]]]:
+    """Return the rules that axe finds violated, each with the first elements that violate it."""
+    found = Axe().run(page, options=RULES).response["violations"]
+    return [(violation["id"], [node["html"] for node in violation["nodes"]][:3]) for violation in found]
 
 
 class BrowserPage:

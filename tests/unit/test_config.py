@@ -34,7 +34,7 @@ def wrong(file: Path | None = None, environ: dict[str, str] | None = None, flags
 
 def test_the_settings_are_few_and_each_says_what_it_takes() -> None:
     # An operator must understand each setting; a constant is enough where nobody would change the value.
-    assert len(FIELDS) <= 58
+    assert len(FIELDS) <= 61
     assert all(describe(name) for name in FIELDS)
 
 
@@ -77,6 +77,9 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
         "log_level": "debug",
         "log_format": "json",
         "access_log": "on",
+        "documentation_url": "https://docs.example/kvrouter/",
+        "grafana_url": "https://grafana.example/d/kvrouter?var-model=m",
+        "trace_url": "https://traces.example/trace/{trace_id}",
         "flush_interval_s": 0.01,
         "mirror_budget_bytes": 2**30,
         "segment_memory_bytes": 0,
@@ -164,6 +167,9 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
         ("host", ["a"]),
         ("allow_hosts", "h"),
         ("allowed_hosts", "h"),
+        ("grafana_url", "javascript:alert(1)"),
+        ("documentation_url", "docs.example"),
+        ("trace_url", "https://traces.example/trace"),
     ],
 )
 def test_a_wrong_value_names_the_flag_and_says_what_to_write(name: str, value: Any) -> None:

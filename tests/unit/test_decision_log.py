@@ -4,23 +4,42 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec import UNSET
 
-from kvrouter.contract.decisions import Outcome, Proof
+from kvrouter.contract.decisions import DecisionReply, Outcome, Proof, Wanted
 from kvrouter.contract.fleet_event import EventType
 from kvrouter.router.base.common.errors import Saturated
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.follow.feed.watch_metrics import WatchMetrics
+from kvrouter.router.observe.decisions import decision_log
 from kvrouter.router.observe.decisions.decision import KEPT_CANDIDATES
-from kvrouter.router.observe.decisions.decision_log import ENTRY_BYTES, MAX_ATTEMPTS, SHOWN_PER_S, DecisionLog
+from kvrouter.router.observe.decisions.decision_log import (
+    ENTRY_BYTES,
+    MAX_ATTEMPTS,
+    SHOWN_BURST,
+    SHOWN_PER_S,
+    DecisionFilter,
+    DecisionLog,
+)
 from kvrouter.router.serve.api.decision_reply import decision_reply
 from tests.support.bare_services import bare_feed
 from tests.support.placing_stage import TOKENS, Stage, ask, hit
 
 OUTCOME = Outcome("ok", 64, 48, TOKENS, 5, 0.1, 0.2)
+# Outcomes of other kinds, by what differs.
+CHANGES: tuple[dict[str, Any], ...] = (
+    {"predicted_tokens": 48},
+    {"predicted_tokens": None},
+    {"delivered_tokens": None},
+    {"outcome": "client_gone", "delivered_tokens": None},
+    {"outcome": "server_error", "delivered_tokens": None},
+    {"outcome": "refused", "predicted_tokens": None, "delivered_tokens": None},
+)
 
 
 class Kept:
@@ -128,8 +147,9 @@ def test_the_oldest_decisions_are_forgotten_first() -> None:
                 kept.log.end(rng.choice(selection_ids), OUTCOME)
         kept_ids = [selection_id for selection_id in selection_ids if kept.log.find(selection_id)]
         assert kept_ids == selection_ids[len(selection_ids) - len(kept_ids) :] and len(kept_ids) <= kept.log._max_kept
-        assert [entry.decision().selection_id for entry in kept.log.last(1_000)] == kept_ids[::-1]
-        sizes = sum(len(entry.data) + ENTRY_BYTES for entry in kept.log.last(1_000))
+        last, searched = kept.log.last(1_000)
+        assert [entry.decision().selection_id for entry in last] == kept_ids[::-1] and searched == kept.log.kept
+        sizes = sum(len(entry.data) + ENTRY_BYTES for entry in last)
         assert kept.log._bytes == sizes <= kept.log._max_bytes
         for attempts in kept.log._of_request.values():
             assert attempts and set(attempts) <= set(kept_ids) and len(attempts) <= MAX_ATTEMPTS
@@ -162,20 +182,56 @@ def test_a_request_that_is_refused_is_no_decision() -> None:
     kept.placer.reserve(ask(0))
     with pytest.raises(Saturated):
         kept.placer.reserve(ask(1))
-    assert len(list(kept.log.last(10))) == 1
+    assert kept.log.kept == 1
 
 
 def test_a_sample_of_decisions_is_published_and_says_how_many_are_not() -> None:
     kept = Kept()
-    for number in range(100):
+    for number in range(SHOWN_BURST):
         kept.placer.reserve(ask(number))
+    assert [event.skipped for event in kept.shown] == [UNSET] * SHOWN_BURST, "what arrives together is shown whole"
+    for number in range(100):
         kept.now += 0.1 / SHOWN_PER_S
-    events = kept.shown
-    assert all(event.type is EventType.DECISION for event in events) and 9 <= len(events) <= 12
-    skipped = [event.skipped for event in events[1:]]
-    assert skipped == [9] * len(skipped)
+        kept.placer.reserve(ask(1_000 + number))
+    events = kept.shown[SHOWN_BURST:]
+    assert all(event.type is EventType.DECISION for event in events) and 9 <= len(events) <= 11
+    assert [event.skipped for event in events] == [9] * len(events)
     kept.now += 60
-    kept.placer.reserve(ask(7_000))
-    kept.placer.reserve(ask(7_001))
-    # A pause earns no burst of published decisions.
-    assert len(kept.shown) == len(events) + 1
+    for number in range(10 * SHOWN_BURST):
+        kept.placer.choose(ask(7_000 + number), f"late-{number}")
+    # A longer pause earns no more.
+    assert len(kept.shown) == 2 * SHOWN_BURST + len(events)
+
+
+def test_a_search_finds_the_wanted_decisions_among_those_that_it_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: the newest decisions that the filter admits are found, and each decision looked at was looked at once."""
+    rng = random.Random(5)
+    outcomes = [None, OUTCOME, *(msgspec.structs.replace(OUTCOME, **change) for change in CHANGES)]
+    kept = Kept(hit("a", 64), hit("b", 640), max_kept=1_000, policy="random")
+    for number in range(200):
+        kept.placer.choose(ask(number), f"choice-{number}")
+        if (outcome := rng.choice(outcomes)) is not None:
+            kept.log.end(f"choice-{number}", outcome)
+    replies = [decision_reply(entry, explain=False) for entry in kept.log.last(1_000)[0]]
+    asserted: dict[Wanted | None, Callable[[DecisionReply], bool]] = {
+        None: lambda reply: True,
+        Wanted.LOST: lambda reply: bool(reply.lost_by),
+        Wanted.FAILED: lambda reply: reply.outcome is not None and reply.outcome.outcome in ("server_error", "refused"),
+        Wanted.WRONG: lambda reply: (
+            reply.outcome is not None and reply.outcome.predicted_tokens == 64 and reply.outcome.delivered_tokens == 48
+        ),
+    }
+    for only, wants in asserted.items():
+        for worker, model in ((None, None), ("a", None), ("b", "m"), (None, "m"), ("a", "another")):
+            expected = [
+                reply.selection_id
+                for reply in replies
+                if wants(reply) and worker in (None, reply.worker_id) and model in (None, reply.model)
+            ]
+            entries, searched = kept.log.last(1_000, DecisionFilter(worker, model, only))
+            assert [entry.decision().selection_id for entry in entries] == expected and searched == 200
+            few = kept.log.last(3, DecisionFilter(worker, model, only))[0]
+            assert [entry.decision().selection_id for entry in few] == expected[:3]
+        assert any(map(wants, replies)), f"nothing is {only}"
+    monkeypatch.setattr(decision_log, "MAX_SEARCHED", 10)
+    assert len(kept.log.last(1_000)[0]) == 10 and kept.log.last(1_000, DecisionFilter("another"))[1] == 10

@@ -107,10 +107,10 @@ def test_judgements_end_with_the_engines_process_and_the_sums_stay() -> None:
     for _ in range(SILENT_MIN):
         predictions.delivered_of(None, 96)
         predictions.counted(100, 101)
-    predictions.sum_up(96, 0)
+    predictions.sum_up(100, 96, 0)
     predictions.begin_life()
     assert predictions.problem() is None
-    assert predictions.reuse() == ReuseStatus(96, 0, 1)
+    assert predictions.reuse() == ReuseStatus(96, 0, 1, 100)
     next_life = judged()
     next_life.delivered_of(64, 64)
     next_life.begin_life()

@@ -30,6 +30,9 @@ HIDDEN = "***"
 # Types that several settings share.
 File = Annotated[Annotated[str, Meta(min_length=1)] | None, Meta(extra={"metavar": "FILE"})]
 Key = Annotated[Annotated[str, Meta(pattern=r"^[\x21-\x7e]+$(?!\n)")] | None, Meta(extra={"metavar": "KEY"})]
+# Links that a browser opens: no other scheme, as javascript: would run in the page.
+Link = Annotated[str, Meta(pattern=r"^https?://[^\s<>]+$(?!\n)")] | None
+TraceLink = Annotated[str, Meta(pattern=r"^https?://[^\s<>]*\{(trace_id|request_id)\}[^\s<>]*$(?!\n)")] | None
 Switch = Annotated[Literal["off", "on"], Meta(extra={"metavar": "off|on"})]
 
 
@@ -204,6 +207,19 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     log_format: Annotated[Literal["text", "json"], setting("text or json", metavar="FORMAT")] = "text"
     # Off by default, because one line per request is too much if nobody reads it.
     access_log: Annotated[Switch, setting("off or on: one line in the log for each proxied request")] = "off"
+    documentation_url: Annotated[
+        Link, setting("the http or https URL of the documentation, to which the page links", metavar="URL")
+    ] = None
+    grafana_url: Annotated[
+        Link, setting("the http or https URL of a dashboard, to which the page links", metavar="URL")
+    ] = None
+    trace_url: Annotated[
+        TraceLink,
+        setting(
+            "the http or https URL of a request's trace with {trace_id} or {request_id} in it, to which the page links",
+            metavar="URL",
+        ),
+    ] = None
     # How long net changes are collected before a commit. With 2 ms a commit has 256 changes or more at 100 k blocks/s
     # (0.8 M transitions/s measured); with more than 10 ms the answers would lag visibly behind the engines.
     flush_interval_s: Annotated[

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import islice
 
 import msgspec
 
-from kvrouter.contract.decisions import Outcome
+from kvrouter.contract.decisions import Outcome, Wanted
 from kvrouter.contract.fleet_event import EventType, FleetEvent
+from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.follow.feed.event_feed import EventFeed
 from kvrouter.router.follow.feed.watch_metrics import WatchMetrics
 from kvrouter.router.observe.decisions.decision import Decision, decision_of
@@ -23,8 +25,15 @@ from kvrouter.router.route.placement.placement_request import PlacementRequest
 
 # Ten thousand decisions among sixteen workers take 15 MB, among 64 or more 50 MB.
 MAX_BYTES = 32 * 1024**2
-# How many decisions of one process `GET /events` shows in a second: more than a person can read.
+# How many decisions of one process `GET /events` shows in a second, on average and after a pause: more than a person can
+# read, and all of those that arrive together at a router with little traffic.
 SHOWN_PER_S = 20.0
+SHOWN_BURST = 20
+# How many kept decisions one search looks at, the newest first: as many as are kept by default. Each takes up to 1 us,
+# during which nothing else is answered.
+MAX_SEARCHED = 10_000
+# The outcomes of requests that neither the router, nor an engine, nor the request itself made fail.
+UNFAILED = frozenset({"ok", "client_gone"})
 # How many attempts of one request are kept by its id.
 MAX_ATTEMPTS = 8
 # The limit of a request's id; a longer one is a client's mistake, and its decisions cannot be found by it.
@@ -37,16 +46,53 @@ _decode = msgspec.msgpack.Decoder(Decision).decode
 _decode_event = msgspec.msgpack.Decoder(FleetEvent).decode
 
 
+class DecisionFilter(msgspec.Struct, frozen=True):
+    """The decisions that a client wants to see. A field that is None admits all."""
+
+    # The id of the chosen worker, or its name in routes.
+    worker: str | None = None
+    model: str | None = None
+    only: Wanted | None = None
+
+    def wants(self, kept: KeptDecision) -> bool:
+        """Return whether the decision is one of those."""
+        worker, outcome = kept.worker, kept.outcome
+        if self.worker is not None and self.worker not in (worker.worker_id, worker.route_name):
+            return False
+        if self.model is not None and self.model != worker.model:
+            return False
+        match self.only:
+            case None:
+                return True
+            case Wanted.LOST:
+                return kept.is_lost
+            case Wanted.FAILED:
+                return outcome is not None and outcome.outcome not in UNFAILED
+            case Wanted.WRONG:
+                return (
+                    outcome is not None
+                    and None not in (outcome.predicted_tokens, outcome.delivered_tokens)
+                    and outcome.predicted_tokens != outcome.delivered_tokens
+                )
+
+
 class KeptDecision(msgspec.Struct, gc=False):
     """One decision as it stands in the log. `data` is a `Decision` as MessagePack."""
 
     data: bytes
+    # The chosen worker. It and `is_lost` spare a search the decoding.
+    worker: WorkerKey
+    # Whether the chosen worker reuses less than another one would.
+    is_lost: bool
     request_id: str = ""
     outcome: Outcome | None = None
 
     def decision(self) -> Decision:
         """Return the decoded decision."""
         return _decode(self.data)
+
+
+EVERY = DecisionFilter()
 
 
 class DecisionLog:
@@ -79,22 +125,30 @@ class DecisionLog:
         self._bytes = 0
         # Sends an event of this process to the watchers of the other processes.
         self.send_notice: Callable[[bytes], None] = lambda notice: None
-        self._show_at_s = clock()
+        # A token bucket: the time at which it will be full again.
+        self._full_at_s = clock()
         self._skipped = 0
-        metrics.decisions_kept.set_function(lambda: len(self._kept))
+        metrics.decisions_kept.set_function(lambda: self.kept)
         metrics.decisions_bytes.set_function(lambda: self._bytes)
+
+    @property
+    def kept(self) -> int:
+        """The number of kept decisions."""
+        return len(self._kept)
 
     def record(self, selection_id: str, request: PlacementRequest, choice: Choice) -> None:
         """Record the decision to send a request to a worker. `choice` must have its comparison."""
         if self._max_kept:
             # Text that is not valid UTF-8 could not be shown either.
             with contextlib.suppress(UnicodeEncodeError):
-                self._keep(selection_id, _encode(decision_of(selection_id, self._feed.now(), request, choice)))
+                data = _encode(decision_of(selection_id, self._feed.now(), request, choice))
+                self._keep(selection_id, KeptDecision(data, choice.hit.worker, bool(choice.lost)))
         now = self._clock()
-        if now < self._show_at_s:
+        full_at_s = max(now, self._full_at_s) + 1 / SHOWN_PER_S
+        if full_at_s > now + SHOWN_BURST / SHOWN_PER_S:
             self._skipped += 1
             return
-        self._show_at_s = now + 1 / SHOWN_PER_S
+        self._full_at_s = full_at_s
         event = self._event(selection_id, request, choice)
         self._feed.publish(event)
         with contextlib.suppress(UnicodeEncodeError):
@@ -128,10 +182,10 @@ class DecisionLog:
             skipped=self._skipped or msgspec.UNSET,
         )
 
-    def _keep(self, selection_id: str, data: bytes) -> None:
+    def _keep(self, selection_id: str, kept_decision: KeptDecision) -> None:
         self._drop(selection_id)
-        self._kept[selection_id] = KeptDecision(data)
-        self._bytes += len(data) + ENTRY_BYTES
+        self._kept[selection_id] = kept_decision
+        self._bytes += len(kept_decision.data) + ENTRY_BYTES
         while len(self._kept) > self._max_kept or self._bytes > self._max_bytes:
             self._drop(next(iter(self._kept)))
 
@@ -174,7 +228,14 @@ class DecisionLog:
         attempts = self._of_request.get(name)
         return None if attempts is None else (self._kept[attempts[-1]], attempts[:-1])
 
-    def last(self, most: int) -> Iterator[KeptDecision]:
-        """Yield up to `most` decisions, the newest first."""
-        for _, kept_decision in zip(range(most), reversed(self._kept.values()), strict=False):
-            yield kept_decision
+    def last(self, most: int, wanted: DecisionFilter = EVERY) -> tuple[list[KeptDecision], int]:
+        """Return up to `most` of the wanted decisions, the newest first, and how many were looked at to find them."""
+        found_decisions: list[KeptDecision] = []
+        searched = 0
+        for kept_decision in islice(reversed(self._kept.values()), MAX_SEARCHED):
+            if len(found_decisions) == most:
+                break
+            searched += 1
+            if wanted.wants(kept_decision):
+                found_decisions.append(kept_decision)
+        return found_decisions, searched

@@ -85,7 +85,7 @@ class PredictionJudge:
         # The number of the engine's process. An answer is judged only in the life in which its worker was chosen.
         self.life = 0
         # The number of answers with both numbers, and the sums of their tokens.
-        self._answers = self._predicted_tokens = self._delivered_tokens = 0
+        self._answers = self._prompt_tokens = self._predicted_tokens = self._delivered_tokens = 0
 
     def begin_life(self) -> None:
         """Forget the evidence, which is about another process. The sums stay, because they are this router's own."""
@@ -108,15 +108,18 @@ class PredictionJudge:
             self._silent += 1
         return 0 if self._tells and self._silent < SILENT_MIN else None
 
-    def sum_up(self, predicted: int, delivered: int) -> None:
+    def sum_up(self, prompt_tokens: int, predicted: int, delivered: int) -> None:
         """Add an answer with both numbers to the sums, whatever the prediction was."""
         self._answers += 1
+        self._prompt_tokens += prompt_tokens
         self._predicted_tokens += predicted
         self._delivered_tokens += delivered
 
     def reuse(self) -> ReuseStatus | None:
         """Return the sums; None without an answer."""
-        return ReuseStatus(self._predicted_tokens, self._delivered_tokens, self._answers) if self._answers else None
+        if not self._answers:
+            return None
+        return ReuseStatus(self._predicted_tokens, self._delivered_tokens, self._answers, self._prompt_tokens)
 
     def judge(self, predicted: int, delivered: int, *, alone: bool) -> None:
         """Record the result of one prediction as evidence.

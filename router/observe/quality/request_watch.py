@@ -377,7 +377,7 @@ class RequestWatch:
             measures.unjudged[reason].inc()
             measures.unjudged_former[reason].inc()
             return
-        judge.sum_up(report.predicted, report.delivered)
+        judge.sum_up(placement.num_tokens, report.predicted, report.delivered)
         error = report.delivered - report.predicted
         metrics.outcomes[outcome_of(report.predicted, report.delivered)].inc()
         metrics.predicted.inc(report.predicted)

@@ -7,9 +7,10 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
-from kvrouter.contract.decisions import DecisionReply, DecisionsReply
+from kvrouter.contract.decisions import DecisionReply, DecisionsReply, Wanted
 from kvrouter.router.base.common.errors import UnknownDecision
 from kvrouter.router.base.common.escaping import printable
+from kvrouter.router.observe.decisions.decision_log import DecisionFilter
 from kvrouter.router.observe.decisions.watch import Watch
 from kvrouter.router.serve.api.decision_reply import decision_reply, find_decision, read_decision
 from kvrouter.router.serve.api.openapi import gives
@@ -18,6 +19,16 @@ from kvrouter.router.serve.api.workers import respond
 MAX_LISTED = 1_000
 
 Limit = Annotated[int, Query(ge=1, le=MAX_LISTED, description="how many, the newest first")]
+
+Worker = Annotated[str | None, Query(description="only those that chose this worker: its id, or ID@RANK")]
+Model = Annotated[str | None, Query(description="only those for this model")]
+Only = Annotated[
+    Wanted | None,
+    Query(
+        description="wrong: another reuse was delivered than predicted; lost: another worker would have reused more; "
+        "failed: neither ok nor client_gone"
+    ),
+]
 
 
 def decision_routes(watch: Watch) -> APIRouter:
@@ -30,9 +41,13 @@ def decision_routes(watch: Watch) -> APIRouter:
         operation_id="list_decisions",
         responses=gives(DecisionsReply, 400),
     )
-    async def listed(request: Request, limit: Limit = 100) -> Response:
-        decisions = [decision_reply(kept, explain=False) for kept in watch.decisions.last(limit)]
-        return respond(request, DecisionsReply(decisions))
+    async def listed(
+        request: Request, limit: Limit = 100, worker: Worker = None, model: Model = None, only: Only = None
+    ) -> Response:
+        """List the last decisions, also of a worker, of a model, or those that went wrong."""
+        decisions, searched = watch.decisions.last(limit, DecisionFilter(worker, model, only))
+        replies = [decision_reply(kept, explain=False) for kept in decisions]
+        return respond(request, DecisionsReply(replies, watch.decisions.kept, searched))
 
     @router.get(
         "/decisions/{name:name}",

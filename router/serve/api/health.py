@@ -11,6 +11,7 @@ from kvrouter.router.base.common.errors import NoWorker
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.base.common.shutdown import Shutdown
 from kvrouter.router.base.common.version import PACKAGE, VERSION
+from kvrouter.router.model.config.settings import Config
 from kvrouter.router.route.placement.placer import Placer
 from kvrouter.router.serve.access.access import Access
 from kvrouter.router.serve.api.http_metrics import HttpMetrics
@@ -32,6 +33,7 @@ def watch_routes(
     shutdown: Shutdown,
     app: FastAPI,
     access: Access,
+    config: Config,
 ) -> APIRouter:
     """Return the routes, bound to the core and to the metrics that `/metrics` shows."""
     router = APIRouter(tags=["watching"])
@@ -76,7 +78,8 @@ def watch_routes(
 
     @router.get("/version", summary="Name and version", operation_id="version", responses=gives(VersionReply))
     async def version(request: Request) -> Response:
-        return respond(request, VersionReply(PACKAGE, VERSION))
+        links = (config.documentation_url, config.grafana_url, config.trace_url)
+        return respond(request, VersionReply(PACKAGE, VERSION, *links))
 
     @router.get("/openapi.json", include_in_schema=False)
     async def openapi(request: Request) -> Response:

@@ -163,7 +163,7 @@ def build_api(
             Exception: _on_bug,
         },
     )
-    watching = watch_routes(core, placer, tokens, proxy, sources, metrics, shutdown, app, access)
+    watching = watch_routes(core, placer, tokens, proxy, sources, metrics, shutdown, app, access, config)
     asking = QueryRoutes(core, metrics, clock)
     selecting = SelectRoutes(core, placer, tokens, asking, metrics, clock)
     pages = page_files()

@@ -1,35 +1,63 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lines over the last minutes, drawn by uPlot; what it draws is said in words beside it.
+// Lines over time, drawn by uPlot; what it draws is said in words beside it.
 
 import { el } from "./dom.js";
-import { brief, clock } from "./words.js";
+import { brief, clock, minute } from "./words.js";
 
 const KEPT = 300;
+const MINUTE_S = 60;
+// Appended to a colour, #rrggbb: the first series is an area, so that a line over it is seen where both are equal.
+const SHADE = "40";
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 export class Chart {
-  /** series: [name, custom property of its colour]; unit: of all of them. */
-  constructor(title, unit, series) {
-    this.title = title;
-    this.unit = unit;
-    this.series = series;
+  /** series: [name, custom property of its colour]; unit: of all of them; write: a value as text. */
+  constructor(title, unit, series, { height = 190, write = brief, least = 1 } = {}) {
+    Object.assign(this, { title, unit, series, height, write, least });
     this.data = [[], ...series.map(() => [])];
+    this.bounds = null;
     this.node = el("div", { class: "chart", role: "img", "aria-label": `${title}: nothing yet` });
     this.plot = null;
     this.watch = new ResizeObserver(() => this.fit());
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.redraw());
   }
 
+  /** A panel with the chart and its title. */
+  panel() {
+    return el("section", { class: "panel" },
+      el("h3", {}, this.title, el("span", { class: "small quiet unit", text: this.unit })), this.node);
+  }
+
+  /** Appends a value of each series; the oldest ones go. */
   add(time_s, values) {
     this.data[0].push(time_s);
     values.forEach((value, i) => this.data[i + 1].push(value));
     if (this.data[0].length > KEPT) this.data.forEach((column) => column.shift());
-    const said = this.series.map(([name], i) => `${name} ${brief(values[i])}`).join(", ");
+    this.show();
+  }
+
+  /** Replaces all values. */
+  set({ time_s, from_s, to_s }, columns) {
+    this.data = [time_s, ...columns];
+    this.bounds = [from_s, to_s];
+    this.show();
+  }
+
+  show() {
+    const last = this.last();
+    const said = this.series.map(([name], i) => `${name} ${last < 0 ? "–" : this.write(this.data[i + 1][last])}`).join(", ");
     this.node.setAttribute("aria-label", `${this.title}, ${this.unit}: now ${said}`);
     if (!this.plot) return;
     this.plot.setData(this.data);
     this.tell();
+  }
+
+  /** The newest time at which a series has a value. */
+  last() {
+    let at = this.data[0].length - 1;
+    while (at >= 0 && this.series.every((_, i) => this.data[i + 1][at] === null)) at -= 1;
+    return at;
   }
 
   mount() {
@@ -45,19 +73,23 @@ export class Chart {
   }
 
   redraw() {
+    if (this.plot === null && !this.node.isConnected) return;
     this.plot?.destroy();
     const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") } };
+    const times = (_, ticks, axisIdx, space, step_s) => ticks.map(step_s < MINUTE_S ? clock : minute);
     this.plot = new window.uPlot({
       width: Math.max(200, this.node.clientWidth || 400),
-      height: 190,
+      height: this.height,
       cursor: { drag: { x: false, y: false } },
-      scales: { y: { range: (_, low, high) => [0, Math.max(1, high ?? 1) * 1.1] } },
-      axes: [{ ...axis, space: 90, values: (_, ticks) => ticks.map(clock) }, { ...axis, size: 56, values: (_, ticks) => ticks.map(brief) }],
+      scales: {
+        x: { range: (_, low, high) => this.bounds ?? [low, high] },
+        y: { range: (_, low, high) => [0, Math.max(this.least, high ?? this.least) * 1.1] },
+      },
+      axes: [{ ...axis, space: 90, size: 34, values: times }, { ...axis, size: 62, values: (_, ticks) => ticks.map(this.write) }],
       series: [{ label: "at", value: (_, value) => (value ? clock(value) : "–") }, ...this.series.map(([name, property], i) => ({
-        label: `${name} (${this.unit})`, stroke: colour(property), width: 2, points: { show: false },
-        // Lines that lie upon each other are both seen.
-        dash: i ? [7, 5] : undefined,
-        value: (_, value) => brief(value),
+        label: name, stroke: colour(property), width: 2, points: { show: false },
+        fill: i ? undefined : colour(property) + SHADE,
+        value: (_, value) => this.write(value),
       }))],
     }, this.data, this.node);
     this.tell();
@@ -65,12 +97,14 @@ export class Chart {
 
   /** The legend has the newest values while the pointer is elsewhere. */
   tell() {
-    const last = this.data[0].length - 1;
-    if (last >= 0 && !(this.plot.cursor.left >= 0)) this.plot.setLegend({ idx: last });
+    const idx = this.last();
+    if (idx >= 0 && !(this.plot.cursor.left >= 0)) this.plot.setLegend({ idx });
   }
 
   fit() {
     const width = this.node.clientWidth;
-    if (this.plot && width > 0 && Math.abs(this.plot.width - width) > 1) this.plot.setSize({ width, height: 190 });
+    if (!this.plot || width <= 0) return;
+    if (Math.abs(this.plot.width - width) > 1) this.plot.setSize({ width, height: this.height });
+    this.tell();
   }
 }

@@ -20,7 +20,14 @@ export function el(tag, options = {}, ...children) {
 /** Makes the children of `parent` equal to `wanted`; an element of the same tag and data-key is changed, not replaced. */
 export function show(parent, ...wanted) {
   const made = el("div", {}, ...wanted);
+  const focused = document.activeElement;
+  const row = parent.contains(focused) ? focused.closest("[data-row]")?.dataset.row : null;
   changeChildren(parent, [...made.childNodes]);
+  // A row that moved is another element now.
+  if (row && !parent.contains(document.activeElement)) {
+    const same = parent.querySelector(`[data-row="${CSS.escape(row)}"]`);
+    (same?.matches("a, button") ? same : same?.querySelector("a, button"))?.focus({ preventScroll: true });
+  }
 }
 
 function changeChildren(parent, wanted) {
@@ -46,6 +53,8 @@ function alike(known, wanted) {
 }
 
 function change(known, wanted) {
+  // Most of what is shown stays the same, and the browser sees that much faster.
+  if (known.isEqualNode(wanted)) return;
   if (known.nodeType !== Node.ELEMENT_NODE) {
     if (known.data !== wanted.data) known.data = wanted.data;
     return;
@@ -58,6 +67,17 @@ function change(known, wanted) {
   }
   if (known.style.cssText !== wanted.style.cssText) known.style.cssText = wanted.style.cssText;
   changeChildren(known, [...wanted.childNodes]);
+}
+
+/** Returns a function that says whether any of its arguments is another than in the call before: events come many times
+ * a second, and change little of what is shown. */
+export function changes() {
+  let seen = null;
+  return (...inputs) => {
+    const isChanged = !seen || inputs.some((input, i) => input !== seen[i]);
+    seen = inputs;
+    return isChanged;
+  };
 }
 
 /** rows: arrays of cells; a cell is a text, an element, or {number}. The first cell of a row heads it. */

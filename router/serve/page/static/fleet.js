@@ -1,112 +1,264 @@
 // SPDX-License-Identifier: Apache-2.0
-// Workers, what they hold group by group and medium by medium, and how busy they are.
+// Workers: a heat map of all of them, and a row for each, which opens to what it holds group by group.
 
-import { el, meter, pill, show, table, tiles } from "./dom.js";
-import { brief, count, group, percent, route, seconds, tone } from "./words.js";
+import { copyButton } from "./copy.js";
+import { changes, el, meter, pill, show, tiles } from "./dom.js";
+import { Heatmap, MODES } from "./heatmap.js";
+import { brief, count, counted, middle, percent, seconds, tone } from "./words.js";
+import { NO_WORKER, inTrouble, modelsOf, workerRows } from "./workers.js";
 
 const MEDIA = ["GPU", "CPU", "STORAGE"];
-// More rows than anybody reads, and than a browser changes in a blink.
-const MOST_ROWS = 200;
+const MOST_ROWS = 100;
+const MOST_CARDS = 25;
+const MOST_NOTICES = 3;
+const narrow = matchMedia("(max-width: 760px)");
 
-let wanted = "";
+const NOT_KNOWN = el("span", { class: "quiet", text: "–" });
+const some = (value, write) => (value === null ? NOT_KNOWN.cloneNode(true) : write(value));
 
-/** {"g0:GPU": 12} of a worker as a small table: a row for each group, a column for each medium. */
-function residency(worker) {
-  const kinds = new Map((worker.catalog?.groups ?? []).map((one) => [group(one.group_idx), one.kind]));
-  const held = new Map();
-  const media = new Set();
-  for (const [place, blocks] of Object.entries(worker.residency)) {
-    const [name, medium] = place.split(":");
-    media.add(medium);
-    if (!held.has(name)) held.set(name, new Map());
-    held.get(name).set(medium, (held.get(name).get(medium) ?? 0) + blocks);
+/** Columns. sorts: by what, the largest first; null sorts last. */
+const COLUMNS = [
+  { id: "worker", name: "Worker" },
+  { id: "state", name: "State", sorts: (row) => row.trouble },
+  { id: "fill", name: "Cache", sorts: (row) => row.fill ?? row.held },
+  { id: "requests", name: "Requests", number: true, sorts: (row) => row.requests },
+  { id: "queued", name: "Queued tokens", short: "Queued", number: true, sorts: (row) => row.queued },
+  { id: "share", name: "Hit share", number: true, sorts: (row) => row.share },
+  { id: "lag", name: "Lag", number: true, sorts: (row) => row.lag_s },
+];
+
+// wanted: an id whose row is to be opened as soon as it is known; version: changes with any of the others.
+const shown = { filter: "", wanted: "", column: "state", isAscending: false, page: 0, mode: "fill", open: new Set(), found: [], version: 0 };
+let heatmap = null;
+let isChanged = changes();
+
+function residency(row) {
+  const media = [...new Set(row.groups.flatMap((one) => [...one.media.keys()]))].sort((a, b) => (MEDIA.indexOf(a) + 9) % 9 - (MEDIA.indexOf(b) + 9) % 9);
+  if (!media.length) return el("p", { class: "quiet", text: "Blocks held: none, the cache is empty." });
+  return el("table", { class: "inner" }, el("caption", { text: "Blocks held" }),
+    el("thead", {}, el("tr", {}, el("th", { scope: "col", text: "Group" }), media.map((medium) => el("th", { scope: "col", class: "number", text: medium })))),
+    el("tbody", {}, row.groups.map((one) => el("tr", {}, el("th", { scope: "row", text: `${one.name} ${one.kind}` }),
+      media.map((medium) => el("td", { class: "number", text: count(one.media.get(medium) ?? 0) }))))));
+}
+
+function facts({ worker, load, capacity }) {
+  const { recovery, reuse, tokens, engine_cache: cache } = worker;
+  const lost = recovery.ghost_blocks + recovery.lost_blocks;
+  return [
+    ["Address", worker.url ? [`${worker.url} `, copyButton(worker.url, "the worker's address")] : "none"], ["Model", worker.model],
+    ["State", `${worker.state.replaceAll("_", " ")} for ${seconds(worker.state_age_s)}${worker.draining ? ", draining" : ""}${worker.credited ? "" : ", earns no credit"}`],
+    ["Engine", `${worker.engine}${worker.role === "both" ? "" : `, ${worker.role} alone`}, ${worker.hash_scheme || "hash scheme not known yet"}`],
+    ["Cache", capacity ? `${count(capacity)} blocks${cache.tokens ? `, ${count(cache.tokens)} tokens` : ""}` : "size not reported by the engine"],
+    ["Events", `${worker.last_event_age_s === null ? "none yet" : `last ${seconds(worker.last_event_age_s)} ago`}, ${counted(worker.gaps, "gap")}${lost ? `, ${count(lost)} blocks differed from a snapshot` : ""}`],
+    ["Load", load ? `${counted(load.active_requests, "request")}, ${count(load.potential_prefill_tokens)} tokens queued${load.saturated ? ", saturated" : ""}${load.engine ? `; the engine reports ${count(load.engine.running)} running, ${count(load.engine.waiting)} waiting` : ""}` : "not known"],
+    ["Speed", load?.prefill_rate ? `${brief(load.prefill_rate)} prompt tokens/s` : "not measured yet"],
+    ["Predictions", reuse?.answers ? `${percent(reuse.delivered_tokens, reuse.predicted_tokens)} of predicted tokens reused, ${counted(reuse.answers, "answer")}` : "no answer yet"],
+    ["Texts", tokens ? `${tokens.way === "none" ? "not tokenized" : `tokenized by ${tokens.way}`}${tokens.problem ? `: ${tokens.problem}` : ""}` : "–"],
+    ["Listed by", worker.source],
+  ];
+}
+
+function details(row) {
+  return el("tr", { class: "details", "data-key": `${row.key} details` }, el("td", { colspan: COLUMNS.length },
+    row.reasons.map((text) => el("p", { text })),
+    el("div", { class: "halves" },
+      el("dl", { class: "facts" }, facts(row).map(([name, value]) => [el("dt", { text: name }), el("dd", {}, value)])),
+      residency(row)),
+    el("p", {}, el("a", { href: `#doctor/${encodeURIComponent(row.worker.worker_id)}`, text: "What the doctor finds" }))));
+}
+
+function cache(row) {
+  if (!row.held && !row.capacity) return el("span", { class: "quiet", text: "empty" });
+  return el("div", { class: "cache" }, row.fill === null ? null : meter(row.fill, "Cache filled"),
+    el("span", { text: row.capacity ? `${brief(row.held)} of ${brief(row.capacity)}` : `${brief(row.held)} blocks` }));
+}
+
+function state(row) {
+  const { worker } = row;
+  return el("div", { class: "state" }, pill(worker.state.replaceAll("_", " "), tone(worker.state)),
+    worker.draining ? pill("draining", "warn") : null, worker.approximate ? pill("approximate", "warn") : null,
+    row.load?.saturated ? pill("saturated", "warn") : null,
+    row.reasons.length ? el("span", { class: "reason quiet", title: row.reasons.join("; "), text: row.reasons[0] }) : null);
+}
+
+function line(row, isMixed) {
+  const isOpen = shown.open.has(row.key);
+  const cells = {
+    worker: el("button", { class: "disclose", type: "button", "aria-expanded": String(isOpen), title: row.id, text: middle(row.id) }),
+    state: state(row), fill: cache(row), requests: some(row.requests, count), queued: some(row.queued, brief),
+    share: some(row.share, (value) => percent(value, 1)), lag: some(row.lag_s, seconds),
+  };
+  return el("tr", { class: isOpen ? "open" : null, "data-key": row.key, "data-row": row.key }, COLUMNS.map((column, i) =>
+    el(i ? "td" : "th", { scope: i ? null : "row", class: `of-${column.id} ${column.number ? "number" : ""}`, "data-label": column.short ?? column.name },
+      cells[column.id], i || !isMixed ? null : el("span", { class: "small quiet model", text: middle(row.worker.model, 24) }))));
+}
+
+function head() {
+  return el("thead", {}, el("tr", {}, COLUMNS.map(({ id, name, number }) => {
+    const isSorted = id === shown.column;
+    const order = shown.isAscending ? "ascending" : "descending";
+    return el("th", { scope: "col", class: `of-${id} ${number ? "number" : ""}`, "aria-sort": isSorted ? order : null },
+      el("button", { type: "button", class: "sort", "data-sort": id },
+        name, el("span", { "aria-hidden": "true", text: isSorted ? (shown.isAscending ? " ▲" : " ▼") : "" })));
+  })));
+}
+
+/** Rows with the filter's text in what people know a worker by; "trouble" finds those that need something. */
+function filtered(rows) {
+  const text = shown.filter.toLowerCase();
+  if (!text) return rows;
+  if (text === "trouble") return inTrouble(rows);
+  return rows.filter(({ id, worker }) => [id, worker.model, worker.url ?? "", worker.state.replaceAll("_", " "), worker.draining ? "draining" : ""]
+    .some((part) => part.toLowerCase().includes(text)));
+}
+
+function sorted(rows) {
+  const by = COLUMNS.find((one) => one.id === shown.column).sorts;
+  // They come by id.
+  if (!by) return shown.isAscending ? rows : [...rows].reverse();
+  const sign = shown.isAscending ? 1 : -1;
+  const known = rows.filter((row) => by(row) !== null);
+  const unknown = rows.filter((row) => by(row) === null);
+  return [...known.sort((a, b) => sign * (by(a) - by(b))), ...unknown];
+}
+
+/** Reasons of the router's health that no row gives. */
+function notices({ health, workers }) {
+  if (!health) return [];
+  const given = new Set(workers.map((one) => one.reason).filter(Boolean));
+  const reasons = health.reasons.filter((text) => ![...given].some((reason) => text.includes(reason)));
+  const parts = [...reasons.map((text) => [text, ""]), ...(health.warnings ?? []).map((text) => [text, "warning"])];
+  const more = parts.length - MOST_NOTICES;
+  return [
+    ...parts.slice(0, MOST_NOTICES).map(([text, kind]) => el("p", { class: `notice ${kind}`, text })),
+    more > 0 ? el("p", {}, el("a", { href: "#doctor", text: `${count(more)} more` })) : null,
+  ];
+}
+
+function summary({ loads, model }, rows) {
+  const sum = (read) => rows.reduce((all, row) => all + (read(row) ?? 0), 0);
+  const held = sum((row) => (row.capacity ? row.held : 0));
+  const capacity = sum((row) => row.capacity);
+  const waiting = loads.filter((one) => !model || one.model_name === model).reduce((all, one) => all + one.pending_count, 0);
+  return tiles([
+    ["Workers live", `${count(rows.filter((row) => row.worker.state === "live").length)} of ${count(rows.length)}`],
+    ["In trouble", count(inTrouble(rows).length)],
+    ["Cache filled", percent(held, capacity), capacity ? `${brief(held)} of ${brief(capacity)} blocks` : "size not reported"],
+    ["Requests", count(sum((row) => row.requests)), "in flight"],
+    ["Waiting", count(waiting), "prompts"],
+  ]);
+}
+
+function pager(length, first, most) {
+  if (length <= most) return null;
+  return el("div", { class: "pager" },
+    el("button", { type: "button", class: "second", "data-page": "-1", disabled: first === 0, text: "Previous" }),
+    el("span", { text: `${count(first + 1)} to ${count(Math.min(length, first + most))} of ${count(length)}` }),
+    el("button", { type: "button", class: "second", "data-page": "1", disabled: first + most >= length, text: "Next" }));
+}
+
+function update(app) {
+  const { state: known } = app;
+  if (!isChanged(known.workers, known.loads, known.health, known.model, narrow.matches, shown.version)) return;
+  const all = workerRows(known);
+  if (shown.wanted && all.length) {
+    for (const row of all) if ([row.id, row.worker.worker_id].includes(shown.wanted)) shown.open.add(row.key);
+    shown.wanted = "";
   }
-  for (const name of kinds.keys()) if (!held.has(name)) held.set(name, new Map());
-  if (!held.size) return el("span", { class: "quiet", text: "nothing known" });
-  const columns = [...media].sort((a, b) => (MEDIA.indexOf(a) + 9) % 9 - (MEDIA.indexOf(b) + 9) % 9);
-  if (!columns.length) columns.push("GPU");
-  const rows = [...held.keys()].sort().map((name) => el("tr", {},
-    el("th", { scope: "row", text: `${name} ${(kinds.get(name) ?? "").replaceAll("_", " ")}` }),
-    columns.map((medium) => el("td", { class: "number", text: count(held.get(name).get(medium) ?? 0) }))));
-  return el("table", { class: "inner" }, el("thead", {}, el("tr", {}, el("td"),
-    columns.map((medium) => el("th", { scope: "col", class: "number", text: medium })))), el("tbody", {}, rows));
-}
-
-function state(worker) {
-  const cell = el("div", {}, pill(worker.state.replaceAll("_", " "), tone(worker.state)), " ");
-  if (worker.draining) cell.append(pill("draining", "warn"), " ");
-  if (worker.approximate) cell.append(pill("approximate", "warn"), " ");
-  for (const reason of new Set([worker.reason, worker.closed, worker.predictions].filter(Boolean))) {
-    cell.append(el("div", { class: "small quiet", text: reason }));
-  }
-  return cell;
-}
-
-function load(one) {
-  if (!one) return el("span", { class: "quiet", text: "–" });
-  const cell = el("div", { class: "small" },
-    el("div", { text: `${count(one.active_requests)} ${one.active_requests === 1 ? "request" : "requests"}, ${brief(one.potential_prefill_tokens)} tokens queued` }));
-  if (one.saturated) cell.append(pill("saturated", "warn"));
-  if (one.engine) cell.append(meter(one.engine.kv_usage, "KV cache in use"));
-  return cell;
-}
-
-function reused(worker) {
-  const known = worker.reuse;
-  if (!known || !known.answers) return el("span", { class: "quiet", text: "no answers yet" });
-  return el("div", { class: "small" },
-    `${brief(known.predicted_tokens)} predicted`, el("br"), `${brief(known.delivered_tokens)} delivered`, el("br"),
-    `${percent(known.delivered_tokens, known.predicted_tokens)} of predicted`);
-}
-
-function update({ state: known }) {
-  const { workers, loads, health } = known;
-  const rankLoads = new Map(loads.flatMap((model) =>
-    model.loads.map((one) => [`${model.model_name}/${route(one)}`, one])));
-  const blocks = workers.reduce((sum, one) => sum + Object.values(one.residency).reduce((a, b) => a + b, 0), 0);
-  const requests = [...rankLoads.values()].reduce((sum, one) => sum + one.active_requests, 0);
-  const text = wanted.toLowerCase();
-  const found = workers.filter((one) => !text ||
-    [route(one), one.model, one.url ?? "", one.state, one.draining ? "draining" : ""].some((part) => part.toLowerCase().includes(text)));
-  const rows = found.slice(0, MOST_ROWS);
-  show(document.getElementById("fleet-now"),
-    ...(health?.reasons ?? []).map((reason) => el("p", { class: "notice", text: reason })),
-    ...(health?.warnings ?? []).map((reason) => el("p", { class: "notice warning", text: reason })),
-    tiles([
-      ["Workers live", `${workers.filter((one) => one.state === "live").length} of ${workers.length}`],
-      ["Blocks held", brief(blocks)],
-      ["Requests in flight", count(requests)],
-      ["Prompts waiting", count(loads.reduce((sum, one) => sum + one.pending_count, 0))],
-    ]));
+  const found = sorted(filtered(all));
+  const most = narrow.matches ? MOST_CARDS : MOST_ROWS;
+  shown.page = Math.min(shown.page, Math.max(0, Math.ceil(found.length / most) - 1));
+  const first = shown.page * most;
+  const rows = found.slice(first, first + most);
+  const isMixed = !known.model && modelsOf(known).length > 1;
+  shown.found = found;
+  show(document.getElementById("fleet-now"), ...notices(known), summary(known, all));
+  document.getElementById("fleet-heat").hidden = !found.length;
+  heatmap.set(found, rows, shown.mode);
+  const empty = shown.filter ? "No worker matches." : known.health ? NO_WORKER : "";
   show(document.getElementById("fleet-workers"),
-    table({
-      caption: "Workers: blocks by group and medium, state, load, reuse",
-      cards: true,
-      columns: [{ name: "Worker" }, { name: "State" }, { name: "Blocks held" }, { name: "Load" }, { name: "Reuse" }, { name: "Lag" }],
-      keys: rows.map((one) => `${one.model}/${route(one)}`),
-      rows: rows.map((one) => [
-        el("div", {}, el("strong", { text: route(one) }), el("div", { class: "small quiet", text: one.model }),
-          el("div", { class: "small quiet", text: one.url ?? "no address" })),
-        state(one), residency(one), load(rankLoads.get(`${one.model}/${route(one)}`)), reused(one),
-        one.lag_ms === null ? "–" : seconds(one.lag_ms / 1000),
-      ]),
-      empty: wanted ? "No worker matches." : "No worker is registered: POST /register, or start with --worker.",
-    }),
-    found.length > rows.length ? el("p", { class: "quiet", text: `${count(found.length - rows.length)} more match: write more of what you look for.` }) : null);
+    rows.length ? el("div", { class: "scroll" }, el("table", { class: "fleet" }, el("caption", { text: `${counted(found.length, "worker")}${shown.filter ? " found" : ""}` }),
+      head(), el("tbody", {}, rows.map((row) => [line(row, isMixed), shown.open.has(row.key) ? details(row) : null])))) : el("p", { class: "quiet", text: empty }),
+    pager(found.length, first, most));
 }
+
+function changed(app) {
+  shown.version += 1;
+  app.changed();
+}
+
+function toggle(app, key) {
+  if (!shown.open.delete(key)) shown.open.add(key);
+  changed(app);
+}
+
+function pressed(app, event) {
+  const { target } = event;
+  const sort = target.closest("[data-sort]")?.dataset.sort;
+  const by = target.closest("[data-page]")?.dataset.page;
+  const row = target.closest("[data-row]");
+  if (sort) {
+    shown.isAscending = sort === shown.column ? !shown.isAscending : sort === "worker";
+    shown.column = sort;
+    shown.page = 0;
+    changed(app);
+  } else if (by) {
+    shown.page += Number(by);
+    changed(app);
+    document.getElementById("fleet-workers").scrollIntoView();
+  } else if (row && !String(getSelection())) {
+    toggle(app, row.dataset.row);
+  }
+}
+
+/** Opens the row of a worker, on its page. */
+function openRow(app, row) {
+  const most = narrow.matches ? MOST_CARDS : MOST_ROWS;
+  shown.page = Math.floor(shown.found.indexOf(row) / most);
+  shown.open.add(row.key);
+  changed(app);
+  requestAnimationFrame(() => requestAnimationFrame(() =>
+    document.querySelector(`[data-row="${CSS.escape(row.key)}"]`)?.scrollIntoView({ block: "center" })));
+}
+
+const named = () => decodeURIComponent(location.hash.split("/").slice(1).join("/"));
 
 export const fleet = {
   id: "fleet",
   title: "Fleet",
   mount(root, app) {
+    heatmap ??= new Heatmap((row) => openRow(app, row));
+    isChanged = changes();
     root.append(el("h2", { text: "Fleet" }), el("div", { id: "fleet-now" }),
+      el("section", { class: "panel", id: "fleet-heat", "aria-label": "Heat map" },
+        el("fieldset", { class: "modes", on: { change: (event) => {
+          shown.mode = event.target.value;
+          changed(app);
+        } } }, el("legend", { class: "unseen", text: "Colour shows" }), Object.entries(MODES).map(([value, { title }]) =>
+          el("label", {}, el("input", { type: "radio", name: "mode", value, checked: value === shown.mode }), ` ${title}`))),
+        heatmap.node),
       el("section", { class: "panel", "aria-label": "Workers" },
-        el("label", {}, el("span", { text: "Only workers with this in id, model, address or state" }),
-          el("input", { type: "search", value: wanted, autocomplete: "off", on: { input: (event) => {
-            wanted = event.target.value.trim();
-            app.changed();
-          } } })),
-        el("div", { id: "fleet-workers" })));
+        el("input", { type: "search", placeholder: "Filter", "aria-label": "Filter by id, model, address or state", autocomplete: "off", on: { input: (event) => {
+          shown.filter = event.target.value.trim();
+          shown.page = 0;
+          changed(app);
+        } } }),
+        el("div", { id: "fleet-workers", on: { click: (event) => pressed(app, event) } })));
+    heatmap.mount();
+    this.moved(app);
+  },
+  /** #fleet/TEXT filters by a text; a link to one worker also opens its row. */
+  moved(app) {
+    shown.filter = shown.wanted = named();
+    document.querySelector("#view input[type=search]").value = shown.filter;
+    changed(app);
+  },
+  unmount() {
+    heatmap.unmount();
+  },
+  close(app) {
+    shown.open.clear();
+    changed(app);
   },
   update,
 };

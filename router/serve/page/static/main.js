@@ -3,23 +3,35 @@
 
 import { ApiError, events, get, getText, keepKey, key, samples } from "./api.js";
 import { decisions } from "./decisions.js";
-import { el, pill, show } from "./dom.js";
+import { el, show } from "./dom.js";
 import { EventLog, eventsView } from "./events.js";
 import { fleet } from "./fleet.js";
+import { drawHeader } from "./header.js";
+import { HISTORY_METRICS, History } from "./history.js";
+import { listenToKeys, showShortcuts } from "./keys.js";
+import { overview } from "./overview.js";
 import { prompt } from "./prompt.js";
-import { REUSE_METRICS, ReuseHistory, reuse } from "./reuse.js";
+import { REUSE_METRICS, reuse } from "./reuse.js";
 import { store } from "./store.js";
 
-const VIEWS = [fleet, reuse, decisions, prompt, eventsView, store];
+const VIEWS = [overview, fleet, reuse, decisions, prompt, eventsView, store];
+const MODEL = "kvrouter-model";
+const METRICS = [...new Set([...REUSE_METRICS, ...HISTORY_METRICS])];
 const POLL_MS = 2000;
+// The step of the router's history.
+const HISTORY_MS = 5000;
+// Sums of whole days.
+const SAVINGS_MS = 60_000;
 // An answer of a large fleet takes long to make: never more than a tenth of the time is spent on it.
 const REST = 9;
 const RETRY_MS = 2000;
 const MAX_DECISIONS = 200;
 
 const state = {
-  workers: [], loads: [], health: null, version: "", metrics: null, reuse: new ReuseHistory(), log: new EventLog(),
-  decisions: [], explained: null, store: null, findings: null,
+  workers: [], loads: [], health: null, version: "", links: {}, metrics: null, history: new History(), log: new EventLog(),
+  decisions: [], explained: null, store: null, findings: null, savings: null,
+  // The model that views show; empty: all of them.
+  model: sessionStorage.getItem(MODEL) ?? "",
 };
 let view = null;
 let running = null;
@@ -33,23 +45,15 @@ const app = {
   state,
   changed: () => { drawn ||= requestAnimationFrame(draw); },
   failed: (error) => say(error),
+  /** Reads the history again, after another range was chosen. */
+  rangeChanged: () => lookAtHistory(running.signal).then(app.changed, say),
   get signal() { return running?.signal; },
 };
 
 function draw() {
   drawn = 0;
-  show(at("status"), ...status());
+  drawHeader(state);
   view?.update(app);
-}
-
-function status() {
-  const { health, version, log } = state;
-  const parts = [];
-  if (health) parts.push(pill(health.status, health.status === "ok" ? "good" : "bad"));
-  parts.push(pill(log.connected ? "live" : "not connected", log.connected ? "good" : "warn"));
-  if (version) parts.push(el("span", { text: `version ${version}` }));
-  if (key()) parts.push(el("button", { class: "second", type: "button", id: "forget", text: "Forget the key" }));
-  return parts;
 }
 
 function say(error) {
@@ -108,9 +112,24 @@ async function lookAtFleet(signal) {
   }
 }
 
+/** The metrics of a large fleet are megabytes, so they are read only where they are shown. */
 async function lookAtMetrics(signal) {
-  state.metrics = samples(await getText("/metrics", signal), REUSE_METRICS);
-  state.reuse.add(Date.now() / 1000, state.metrics);
+  if (view !== reuse && state.history.isKept) return;
+  state.metrics = samples(await getText("/metrics", signal), METRICS);
+  state.history.observe(Date.now() / 1000, state.metrics, state.model);
+}
+
+const lookAtHistory = (signal) => state.history.look(signal, state.model);
+
+async function lookAtSavings(signal) {
+  if (view !== overview || state.savings?.isMissing) return;
+  try {
+    const model = state.model ? `&model=${encodeURIComponent(state.model)}` : "";
+    state.savings = await get(`/savings?days=7${model}`, signal);
+  } catch (error) {
+    if (error.status !== 404) throw error;
+    state.savings = { days: [], isMissing: !state.model };
+  }
 }
 
 async function lookAtStore(signal) {
@@ -151,11 +170,13 @@ function start() {
   const { signal } = running;
   every(POLL_MS, lookAtFleet, signal);
   every(POLL_MS, lookAtMetrics, signal);
+  every(HISTORY_MS, lookAtHistory, signal);
+  every(SAVINGS_MS, lookAtSavings, signal);
   every(POLL_MS, lookAtStore, signal);
   follow(signal);
   // Rates fall to zero also when nothing happens.
   every(1000, async () => state.log.tick(Date.now() / 1000), signal);
-  get("/version", signal).then((reply) => { state.version = reply.version; }, say);
+  get("/version", signal).then(({ version, ...links }) => { Object.assign(state, { version, links }); }, say);
 }
 
 function stop() {
@@ -165,11 +186,15 @@ function stop() {
 }
 
 function open() {
-  const wanted = location.hash.slice(1).split("/")[0];
+  const wanted = location.hash.slice(1).split(/[/?]/)[0];
   const next = VIEWS.find((one) => one.id === wanted) ?? VIEWS[0];
   for (const link of at("views").querySelectorAll("a")) {
-    if (link.hash === `#${next.id}`) link.setAttribute("aria-current", "page");
-    else link.removeAttribute("aria-current");
+    if (link.hash === `#${next.id}`) {
+      link.setAttribute("aria-current", "page");
+      if (view !== next) link.scrollIntoView({ block: "nearest", inline: "nearest" });
+    } else {
+      link.removeAttribute("aria-current");
+    }
   }
   document.title = `${next.title} – kvrouter`;
   if (view !== next) {
@@ -180,20 +205,44 @@ function open() {
   } else {
     view.moved?.(app);
   }
-  start();
-  if (view === store) lookAtStore(running.signal).then(app.changed, say);
+  if (running) look();
+  else start();
   app.changed();
+}
+
+/** Reads at once what the view needs and nobody has read. */
+function look() {
+  const { signal } = running;
+  if (view === store) lookAtStore(signal).then(app.changed, say);
+  if (view === reuse) lookAtMetrics(signal).then(app.changed, say);
+  if (view === overview) lookAtSavings(signal).then(app.changed, say);
 }
 
 for (const one of VIEWS) {
   at("views").append(el("li", {}, el("a", { href: `#${one.id}`, text: one.title })));
 }
-at("status").addEventListener("click", (event) => {
+at("menu").addEventListener("click", (event) => {
   if (event.target.id === "forget") {
     stop();
     login("");
   }
+  if (event.target.id === "show-shortcuts") showShortcuts(VIEWS);
+  if (event.target.closest("a, button")) at("menu").open = false;
 });
+at("model").addEventListener("change", (event) => {
+  state.model = event.target.value;
+  sessionStorage.setItem(MODEL, state.model);
+  state.history.forget();
+  state.savings = null;
+  if (!running) return;
+  app.rangeChanged();
+  look();
+  app.changed();
+});
+listenToKeys({ views: VIEWS, root: at("view"), close: () => {
+  if (at("menu").open) at("menu").open = false;
+  else view?.close?.(app);
+} });
 addEventListener("hashchange", () => { if (running) open(); });
 // A page that nobody looks at asks for nothing.
 document.addEventListener("visibilitychange", () => {

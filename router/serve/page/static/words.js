@@ -17,10 +17,11 @@ export function percent(part, all) {
   return `${tenths.format(found)} %`;
 }
 
-export const blocks = (number) => `${count(number)} ${number === 1 ? "block" : "blocks"}`;
+export const blocks = (number) => counted(number, "block");
 
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
+  if (value > 0 && value < 0.001) return "< 1 ms";
   if (value < 1) return `${some.format(value * 1000)} ms`;
   if (value < 120) return `${some.format(value)} s`;
   if (value < 7200) return `${whole.format(value / 60)} min`;
@@ -34,6 +35,31 @@ export function bytes(value) {
 }
 
 export const clock = (time_s) => new Date(time_s * 1000).toLocaleTimeString("en-GB");
+export const minute = (time_s) => clock(time_s).slice(0, 5);
+
+/** A rate: 3 digits, as 29.4 or 0.02. */
+export const rate = (value) => (value === null || value === undefined ? "–" : value < 1000 ? some.format(value) : short.format(value));
+
+/** A long name without its middle, as ids differ at both ends. */
+export function middle(text, most = 28) {
+  if (text.length <= most) return text;
+  const kept = most - 1;
+  return `${text.slice(0, Math.ceil(kept / 2))}…${text.slice(text.length - Math.floor(kept / 2))}`;
+}
+
+/** "1 worker", "2 workers". */
+export const counted = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
+
+/** The address of a request's trace, by the template of the setting trace_url; null where that lacks a part. */
+export function traceUrl(template, parts) {
+  if (!template) return null;
+  let isWhole = true;
+  const address = template.replace(/\{(trace_id|request_id)\}/g, (_, name) => {
+    if (!parts[name]) isWhole = false;
+    return encodeURIComponent(parts[name] ?? "");
+  });
+  return isWhole ? address : null;
+}
 export const route = (one) => (one.dp_rank ? `${one.worker_id}@${one.dp_rank}` : one.worker_id);
 export const group = (idx) => (idx === null || idx === undefined ? "g-" : `g${idx}`);
 

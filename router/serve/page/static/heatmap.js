@@ -1,0 +1,255 @@
+// SPDX-License-Identifier: Apache-2.0
+// All workers at a glance, as coloured cells on a canvas: a column for each worker, in the order of the table below it.
+// By fill, a column has a cell for the whole cache, and below it one for each group where there is room. What the pointer is on is written beside it.
+
+import { el, show, table } from "./dom.js";
+import { brief, count, middle, percent, seconds } from "./words.js";
+import { DOUBTED } from "./workers.js";
+
+const MOST_HEIGHT = 300;
+// Sizes of a cell, width and height: the largest with which all workers fit is taken.
+const SIZES = [[110, 26], [72, 24], [40, 20], [24, 18], [16, 14], [12, 10], [9, 8], [7, 6], [5, 5]];
+// A cell of this width has its value in it, and the worker's id below.
+const TEXT_WIDTH = 40;
+const GAP = 1;
+const BELOW = 7;
+const ID_HEIGHT = 18;
+const LABELS_WIDTH = 30;
+// The first cell of a column by fill.
+const WHOLE = "all";
+// Cells of the scale that explains the colours.
+const STEPS = 50;
+const SCALE = [0, 0.25, 0.5, 0.75, 1];
+
+/** What a cell may show. value: of a row, null where it is not known; most: of full colour, null: the largest in the fleet. */
+export const MODES = {
+  fill: { title: "Fill", colour: "--held", most: 1, value: (row) => row.fill, write: (value) => percent(value, 1), about: "Blocks held on the GPU, of those that the engine has" },
+  load: { title: "Load", colour: "--part-queued", most: null, value: (row) => row.requests, write: count, about: "Requests in flight" },
+  share: { title: "Hit share", colour: "--held-cpu", most: 1, value: (row) => row.share, write: (value) => percent(value, 1), about: "Prompt tokens reused, of all prompt tokens" },
+  lag: { title: "Lag", colour: "--part-queued", most: null, value: (row) => row.lag_s, write: seconds, about: "Delay between an event and its effect" },
+};
+
+const heldOf = (group) => group.media.get("GPU") ?? 0;
+
+const colourOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const channels = (colour) => [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
+
+/** Black or white: what is read better on a colour. */
+const inkOn = ([red, green, blue]) => (0.299 * red + 0.587 * green + 0.114 * blue > 115 ? "#000000" : "#ffffff");
+
+/** Returns {ground, ink} of a part from 0 to 1 on a scale between two colours, in steps that the eye hardly tells apart. */
+function scale(from, to) {
+  const [low, high] = [channels(from), channels(to)];
+  const steps = Array.from({ length: STEPS + 1 }, (_, step) => {
+    const mixed = low.map((channel, i) => Math.round(channel + ((high[i] - channel) * step) / STEPS));
+    return { ground: `rgb(${mixed.join(",")})`, ink: inkOn(mixed) };
+  });
+  return (part) => steps[Math.round(STEPS * Math.min(1, Math.max(0, part)))];
+}
+
+export class Heatmap {
+  /** opened: called with the row on which the pointer was pressed. */
+  constructor(opened) {
+    this.mode = "fill";
+    this.rows = [];
+    this.page = [];
+    this.opened = opened;
+    this.canvas = el("canvas", { role: "img" });
+    this.tip = el("div", { class: "tip", hidden: true, "aria-hidden": "true" });
+    this.notes = el("div", { class: "small quiet heat-notes" });
+    this.equal = el("details", { class: "small", on: { toggle: () => this.drawTable() } }, el("summary", { text: "Heat map as a table" }), el("div"));
+    this.frame = el("div", { class: "heat" }, this.canvas, this.tip);
+    this.node = el("div", {}, this.frame, this.notes, this.equal);
+    this.canvas.addEventListener("pointermove", (event) => this.point(event));
+    this.canvas.addEventListener("pointerleave", () => { this.tip.hidden = true; });
+    this.canvas.addEventListener("click", (event) => {
+      const row = this.rowAt(event);
+      if (row) this.opened(row);
+    });
+    this.watch = new ResizeObserver(() => this.draw());
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
+  }
+
+  mount() {
+    this.watch.observe(this.frame);
+  }
+
+  unmount() {
+    this.watch.disconnect();
+  }
+
+  /** rows: in their order; page: those that the table below shows. */
+  set(rows, page, mode) {
+    Object.assign(this, { rows, page, mode });
+    this.draw();
+    this.drawTable();
+  }
+
+  /** Chooses the size of a cell, and with it the number of columns in a line. */
+  place() {
+    const { width } = this.frame.getBoundingClientRect();
+    const deepest = Math.max(0, ...this.rows.map((row) => row.groups.length));
+    for (const depth of this.mode === "fill" && deepest > 1 ? [deepest + 1, 1] : [1]) {
+      this.depth = depth;
+      if (this.fits(width)) return;
+    }
+  }
+
+  /** Returns whether all workers fit with this depth, in the largest size for which they do. */
+  fits(width) {
+    for (const [cellWidth, cellHeight] of SIZES) {
+      const hasText = cellWidth >= TEXT_WIDTH;
+      const inset = hasText && this.depth > 1 ? LABELS_WIDTH : 0;
+      const across = Math.max(1, Math.floor((width - inset) / (cellWidth + GAP)));
+      const lines = Math.ceil(this.rows.length / across);
+      const lineHeight = this.depth * (cellHeight + GAP) + (hasText ? ID_HEIGHT : BELOW);
+      this.at = { width, cellWidth, cellHeight, across, lineHeight, hasText, inset, height: lines * lineHeight };
+      if (this.at.height <= MOST_HEIGHT) return true;
+    }
+    return false;
+  }
+
+  draw() {
+    if (!this.frame.isConnected) return;
+    const { width } = this.frame.getBoundingClientRect();
+    this.frame.hidden = !this.rows.length;
+    if (!width || !this.rows.length) return;
+    this.place();
+    const ratio = devicePixelRatio;
+    this.canvas.width = Math.round(width * ratio);
+    this.canvas.height = Math.round(this.at.height * ratio);
+    this.canvas.style.width = `${width}px`;
+    this.canvas.style.height = `${this.at.height}px`;
+    const pen = this.canvas.getContext("2d");
+    pen.scale(ratio, ratio);
+    pen.font = `12px ${getComputedStyle(document.body).fontFamily}`;
+    pen.textBaseline = "middle";
+    this.look = {
+      colours: scale(colourOf("--empty"), colourOf(MODES[this.mode].colour)), line: colourOf("--quiet"), bad: colourOf("--bad"), text: colourOf("--text"),
+    };
+    this.most = this.largest();
+    this.rows.forEach((row, i) => this.drawRow(pen, row, i));
+    if (this.at.inset) this.drawLabels(pen);
+    this.canvas.setAttribute("aria-label", `${MODES[this.mode].title} of ${count(this.rows.length)} workers. ${MODES[this.mode].about}: ${this.summary()}`);
+    this.drawNotes();
+  }
+
+  /** The value of full colour. Where no engine says its capacity, the fill is that of the fullest group. */
+  largest() {
+    const { most, value } = MODES[this.mode];
+    this.isRelative = this.mode === "fill" && this.rows.every((row) => row.fill === null);
+    if (this.isRelative) return Math.max(1, ...this.rows.map((row) => row.held));
+    return most ?? Math.max(1e-9, ...this.rows.map((row) => value(row) ?? 0));
+  }
+
+  /** The values of a row from the top, null where one is not known. */
+  values(row) {
+    if (this.mode !== "fill") return [MODES[this.mode].value(row)];
+    const part = (held) => (this.isRelative ? held : row.capacity ? held / row.capacity : null);
+    return [part(row.held), ...(this.depth > 1 ? row.groups.map((one) => part(heldOf(one))) : [])];
+  }
+
+  write(value) {
+    if (value === null) return "–";
+    return this.isRelative ? brief(value) : MODES[this.mode].write(value);
+  }
+
+  drawRow(pen, row, i) {
+    const { cellWidth, cellHeight, across, lineHeight, hasText, inset } = this.at;
+    const x = inset + (i % across) * (cellWidth + GAP);
+    const top = Math.floor(i / across) * lineHeight;
+    this.values(row).forEach((value, j) => {
+      const y = top + j * (cellHeight + GAP);
+      if (value === null) {
+        pen.strokeStyle = this.look.line;
+        pen.globalAlpha = 0.5;
+        pen.strokeRect(x + 0.5, y + 0.5, cellWidth - 1, cellHeight - 1);
+        pen.globalAlpha = 1;
+      } else {
+        const { ground, ink } = this.look.colours(value / this.most);
+        pen.fillStyle = ground;
+        pen.fillRect(x, y, cellWidth, cellHeight);
+        if (hasText) this.writeIn(pen, ink, this.write(value), x, y + cellHeight / 2, "center");
+      }
+    });
+    const below = top + this.depth * (cellHeight + GAP);
+    if (row.trouble >= DOUBTED) {
+      pen.fillStyle = this.look.bad;
+      pen.fillRect(x, below, cellWidth, 3);
+    }
+    if (hasText) this.writeIn(pen, this.look.text, middle(row.id, Math.floor(cellWidth / 8)), x, below + 10, "center");
+  }
+
+  writeIn(pen, ink, text, x, y, align) {
+    pen.fillStyle = ink;
+    pen.textAlign = align;
+    pen.fillText(text, align === "center" ? x + this.at.cellWidth / 2 : x, y, align === "center" ? this.at.cellWidth : undefined);
+  }
+
+  drawLabels(pen) {
+    const { cellHeight, across, lineHeight } = this.at;
+    for (let first = 0; first < this.rows.length; first += across) {
+      [WHOLE, ...this.rows[first].groups.map((one) => one.name)].forEach((name, j) =>
+        this.writeIn(pen, this.look.text, name, 0, (first / across) * lineHeight + j * (cellHeight + GAP) + cellHeight / 2, "left"));
+    }
+  }
+
+  summary() {
+    const values = this.rows.flatMap((row) => this.values(row)).filter((value) => value !== null);
+    if (!values.length) return "not known of any worker.";
+    const [low, high] = values.reduce(([least, most], value) => [Math.min(least, value), Math.max(most, value)], [Infinity, -Infinity]);
+    return `from ${this.write(low)} to ${this.write(high)}.`;
+  }
+
+  drawNotes() {
+    const groups = this.rows[0].groups.map((one) => `${one.name} ${one.kind}`.trim());
+    const order = this.depth > 1 ? ` From the top: ${[WHOLE, ...groups].join(", ")}.` : "";
+    const about = this.isRelative ? "Blocks held on the GPU; no engine says how many it has" : MODES[this.mode].about;
+    show(this.notes,
+      el("span", { class: "scale", role: "img", "aria-label": `from ${this.write(0)} to ${this.write(this.most)}` }, `${this.write(0)} `,
+        SCALE.map((part) => el("i", { vars: { "--cell": this.look.colours(part).ground } })), ` ${this.write(this.most)}`),
+      el("span", { text: `${about}.${order}` }),
+      this.rows.some((row) => row.trouble >= DOUBTED) ? el("span", {}, el("i", { class: "mark" }), " in trouble") : null);
+  }
+
+  rowAt(event) {
+    const { cellWidth, across, lineHeight, inset } = this.at ?? {};
+    if (!across) return null;
+    const column = Math.floor((event.offsetX - inset) / (cellWidth + GAP));
+    if (column < 0 || column >= across) return null;
+    return this.rows[Math.floor(event.offsetY / lineHeight) * across + column] ?? null;
+  }
+
+  point(event) {
+    const row = this.rowAt(event);
+    this.tip.hidden = !row;
+    if (!row) return;
+    const value = this.values(row)[0];
+    const lines = this.mode === "fill"
+      ? [`${count(row.held)}${row.capacity ? ` of ${count(row.capacity)} blocks, ${this.write(value)}` : " blocks"}`,
+        ...row.groups.map((one) => `${one.name} ${one.kind}: ${count(heldOf(one))}`)]
+      : [`${MODES[this.mode].title}: ${this.write(value)}`];
+    show(this.tip, el("strong", { text: row.id }), el("div", { text: row.worker.state.replaceAll("_", " ") }),
+      lines.map((text) => el("div", { text })));
+    const left = Math.min(event.offsetX + 14, this.at.width - this.tip.offsetWidth);
+    this.tip.style.setProperty("--x", `${Math.max(0, left)}px`);
+    this.tip.style.setProperty("--y", `${event.offsetY + 18}px`);
+  }
+
+  /** The same values as text, of the workers on the page of the table below; made only while it is open. */
+  drawTable() {
+    if (!this.equal.open || !this.most) return;
+    const groups = this.depth > 1 ? [...new Set(this.page.flatMap((row) => row.groups.map((one) => one.name)))].sort() : [];
+    const cell = (row, name) => {
+      const at = row.groups.findIndex((one) => one.name === name);
+      return at < 0 ? "–" : this.write(this.values(row)[at + 1]);
+    };
+    show(this.equal.lastChild, table({
+      caption: `${MODES[this.mode].about}: the workers listed below`,
+      columns: [{ name: "Worker" }, ...[groups.length ? WHOLE : MODES[this.mode].title, ...groups].map((name) => ({ name, number: true }))],
+      keys: this.page.map((row) => row.key),
+      rows: this.page.map((row) => [middle(row.id), this.write(this.values(row)[0]), ...groups.map((name) => cell(row, name))]),
+      empty: "No worker.",
+    }));
+  }
+}

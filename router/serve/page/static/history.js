@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+// What happened over time, as the router keeps it (GET /history). A router that keeps none answers 404; then lines are
+// made of its counters, and begin when the page is opened.
+
+import { get, total } from "./api.js";
+
+const RANGE = "kvrouter-range";
+export const RANGES = [
+  { name: "15m", title: "15 minutes", length_s: 900 },
+  { name: "1h", title: "1 hour", length_s: 3600 },
+  { name: "24h", title: "24 hours", length_s: 86_400 },
+];
+// "Now" in a figure: long enough that one request more or less does not change it.
+const NOW_S = 60;
+// A day has a step of a minute.
+const DAY_REST_MS = 30_000;
+const KEPT = 1800;
+
+const NAMES = ["requests", "failed", "prompt_tokens", "delivered_tokens", "predicted_tokens", "possible_tokens", "chosen_tokens",
+  "saved_s", "ttft_p50_s", "ttft_p95_s"];
+const ANSWERS = "kvrouter_proxy_answers_total";
+const COUNTERS = {
+  requests: [ANSWERS], failed: [ANSWERS, (labels) => labels.outcome !== "ok"],
+  predicted_tokens: ["kvrouter_predicted_cached_tokens_total"], delivered_tokens: ["kvrouter_delivered_cached_tokens_total"],
+  possible_tokens: ["kvrouter_achievable_hit_tokens_total"], chosen_tokens: ["kvrouter_chosen_hit_tokens_total"],
+};
+export const HISTORY_METRICS = [...new Set(Object.values(COUNTERS).map(([name]) => name))];
+
+const nothing = () => ({ time_s: [], series: Object.fromEntries(NAMES.map((name) => [name, []])), step_s: 1 });
+
+/** The differences of the counters from one look to the next. */
+class OwnHistory {
+  constructor() {
+    this.lines = nothing();
+    this.before = null;
+  }
+
+  add(time_s, metrics, model) {
+    const totals = Object.entries(COUNTERS).map(([name, [metric, where = () => true]]) =>
+      [name, total(metrics.get(metric), (labels) => (!model || labels.model === model) && where(labels))]);
+    if (this.before?.model === model) {
+      const { time_s: times, series } = this.lines;
+      times.push(time_s);
+      // A counter that went back belongs to a router that was started again.
+      const grown = new Map(totals.map(([name, value], i) => [name, Math.max(0, value - this.before.totals[i][1])]));
+      for (const name of NAMES) series[name].push(grown.get(name) ?? null);
+      this.lines.step_s = time_s - this.before.time_s;
+      if (times.length > KEPT) [times, ...Object.values(series)].forEach((column) => column.shift());
+    } else {
+      this.lines = nothing();
+    }
+    this.before = { time_s, totals, model };
+  }
+}
+
+const sum = (column) => column.reduce((all, value) => all + (value ?? 0), 0);
+
+/** The part of some lines from a time on. */
+function cut(lines, from_s) {
+  let first = lines.time_s.findIndex((time_s) => time_s >= from_s);
+  if (first < 0) first = lines.time_s.length;
+  return {
+    ...lines, time_s: lines.time_s.slice(first),
+    series: Object.fromEntries(Object.entries(lines.series).map(([name, column]) => [name, column.slice(first)])),
+  };
+}
+
+export class History {
+  constructor() {
+    this.range = sessionStorage.getItem(RANGE) ?? "15m";
+    this.isKept = true;
+    this.own = new OwnHistory();
+    this.hour = null;
+    this.day = null;
+    this.dayAt = -Infinity;
+    // Changes with anything that is shown.
+    this.version = 0;
+  }
+
+  choose(range) {
+    this.range = range;
+    sessionStorage.setItem(RANGE, range);
+    this.dayAt = -Infinity;
+    this.version += 1;
+  }
+
+  forget() {
+    Object.assign(this, { hour: null, day: null, dayAt: -Infinity });
+    this.version += 1;
+  }
+
+  async look(signal, model) {
+    if (!this.isKept) return;
+    this.hour = await this.ask("1h", model, signal);
+    if (this.range === "24h" && performance.now() - this.dayAt > DAY_REST_MS) {
+      this.day = await this.ask("24h", model, signal);
+      this.dayAt = performance.now();
+    }
+    this.version += 1;
+  }
+
+  async ask(range, model, signal) {
+    try {
+      return await get(`/history?range=${range}${model ? `&model=${encodeURIComponent(model)}` : ""}`, signal);
+    } catch (error) {
+      if (error.status !== 404) throw error;
+      // A model without a request yet has no history either.
+      if (model) await this.ask(range, "", signal);
+      else this.isKept = false;
+      return null;
+    }
+  }
+
+  observe(time_s, metrics, model) {
+    if (this.isKept) return;
+    this.own.add(time_s, metrics, model);
+    this.version += 1;
+  }
+
+  /** The lines of the chosen range, with its bounds. */
+  get shown() {
+    const { length_s } = RANGES.find((one) => one.name === this.range) ?? RANGES[0];
+    const lines = (this.isKept ? (this.range === "24h" ? this.day : this.hour) : this.own.lines) ?? nothing();
+    // The router's clock, as the browser's may differ. A time is that at which a step began.
+    const to_s = (lines.time_s.at(-1) ?? Date.now() / 1000) + lines.step_s;
+    return { ...cut(lines, to_s - length_s), from_s: to_s - length_s, to_s };
+  }
+
+  /** Sums of the chosen range. */
+  get totals() {
+    return sums(this.shown);
+  }
+
+  /** Sums of the last minute, and of the last hour, with its percentiles where the router keeps them. */
+  get now() {
+    const lines = (this.isKept ? this.hour : this.own.lines) ?? nothing();
+    const recent = cut(lines, (lines.time_s.at(-1) ?? 0) + lines.step_s - NOW_S);
+    return { minute: sums(recent), hour: lines.totals ?? sums(lines) };
+  }
+}
+
+function sums(lines) {
+  const found = Object.fromEntries(Object.entries(lines.series).filter(([name]) => !name.startsWith("ttft")).map(([name, column]) => [name, sum(column)]));
+  for (const name of ["ttft_p50_s", "ttft_p95_s"]) found[name] = lines.series[name].findLast((value) => value !== null) ?? null;
+  return { ...found, length_s: lines.time_s.length * lines.step_s };
+}

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+// What several views show of a worker: how full it is, how busy, how much it reuses, and what is wrong with it.
+
+import { changes } from "./dom.js";
+import { group, route, tone } from "./words.js";
+
+/** How urgent the trouble of a worker is. */
+export const FINE = 0;
+export const NOTED = 1;
+export const DOUBTED = 2;
+export const BROKEN = 3;
+
+export const NO_WORKER = "No worker is registered: start with --worker, or POST /register.";
+
+const collator = new Intl.Collator("en", { numeric: true });
+
+/** The sentences about a worker; one that only repeats another is left out. */
+function reasons(worker) {
+  const kept = [];
+  for (const text of [worker.reason, worker.predictions, worker.closed]) {
+    if (text && !kept.some((one) => text.includes(one) || one.includes(text))) kept.push(text);
+  }
+  return kept;
+}
+
+function trouble(worker, load) {
+  if (tone(worker.state) === "bad") return BROKEN;
+  // An operator drains a worker on purpose.
+  if (worker.closed && !worker.draining) return BROKEN;
+  if (worker.predictions || load?.saturated || (worker.state !== "live" && !worker.approximate)) return DOUBTED;
+  return worker.draining || worker.approximate || worker.reason ? NOTED : FINE;
+}
+
+/** Blocks by group, each with its kind and its blocks by medium. */
+function groupsOf(worker) {
+  const groups = new Map((worker.catalog?.groups ?? []).map((one) =>
+    [group(one.group_idx), { name: group(one.group_idx), kind: one.kind.replaceAll("_", " "), media: new Map() }]));
+  for (const [place, blocks] of Object.entries(worker.residency)) {
+    const [name, medium] = place.split(":");
+    if (!groups.has(name)) groups.set(name, { name, kind: "", media: new Map() });
+    const { media } = groups.get(name);
+    media.set(medium, (media.get(medium) ?? 0) + blocks);
+  }
+  return [...groups.values()].sort((a, b) => collator.compare(a.name, b.name));
+}
+
+function rowOf(worker, load) {
+  const groups = groupsOf(worker);
+  const held = groups.reduce((sum, one) => sum + (one.media.get("GPU") ?? 0), 0);
+  const capacity = worker.engine_cache?.blocks ?? null;
+  const { prompt_tokens, delivered_tokens } = worker.reuse ?? {};
+  return {
+    key: `${worker.model}/${route(worker)}`, id: route(worker), worker, load, groups, held, capacity,
+    fill: capacity ? held / capacity : null,
+    share: prompt_tokens ? delivered_tokens / prompt_tokens : null,
+    lag_s: worker.lag_ms === null ? null : worker.lag_ms / 1000,
+    requests: load ? load.active_requests : null,
+    queued: load ? load.potential_prefill_tokens : null,
+    trouble: trouble(worker, load),
+    reasons: reasons(worker),
+  };
+}
+
+let rows = [];
+let places = new Map();
+const isChanged = changes();
+
+/** Sorts rows by id; comparing a thousand ids takes long, so their places are kept until others come. */
+function sortById(list) {
+  if (list.length !== places.size || !list.every((row) => places.has(row.key))) {
+    list.sort((a, b) => collator.compare(a.id, b.id) || collator.compare(a.key, b.key));
+    places = new Map(list.map((row, i) => [row.key, i]));
+  }
+  return list.sort((a, b) => places.get(a.key) - places.get(b.key));
+}
+
+/** A row for each rank of each worker of the chosen model, by id; made once for each answer of the router. */
+export function workerRows(state) {
+  if (isChanged(state.workers, state.loads, state.model)) {
+    const loads = new Map(state.loads.flatMap((model) => model.loads.map((one) => [`${model.model_name}/${route(one)}`, one])));
+    rows = sortById(state.workers.filter((one) => !state.model || one.model === state.model)
+      .map((one) => rowOf(one, loads.get(`${one.model}/${route(one)}`))));
+  }
+  return rows;
+}
+
+export const inTrouble = (list) => list.filter((row) => row.trouble >= DOUBTED);
+
+export const modelsOf = (state) => [...new Set(state.workers.map((one) => one.model))].sort(collator.compare);
+
+/** Workers of the router, counted without their ranks: all, and those that take requests. */
+export function readiness(state) {
+  const all = new Set();
+  const takers = new Set();
+  for (const one of state.workers) {
+    const id = `${one.model}/${one.worker_id}`;
+    all.add(id);
+    if (!one.closed && one.state !== "down") takers.add(id);
+  }
+  return { all: all.size, takers: takers.size };
+}
