@@ -38,7 +38,7 @@ LIFECYCLE = "schedulable; incomplete: without a url, or draining; unschedulable:
 EVENTS_ENDPOINT = "the ZMQ address of the engine's KV events"
 REGISTERED_REPLAY = "the ZMQ address of the engine's replay socket"
 REGISTERED_BLOCK_SIZE = "tokens in a block, as registered"
-NOTE = "what the engine did not report, and what follows from that"
+NOTE = "what the engine did not report, and what follows from that; or what was left out of the url"
 
 
 class GroupBody(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -203,3 +203,14 @@ class DescribedReply(RegisteredReply, frozen=True, kw_only=True, omit_defaults=T
     replay_endpoint: Annotated[str | None, Meta(description=REGISTERED_REPLAY)]
     block_size: Annotated[int | None, Meta(description=REGISTERED_BLOCK_SIZE)]
     note: Annotated[str | None, Meta(description=NOTE)] = None
+
+
+class ChangedReply(DescribedReply, frozen=True, kw_only=True, omit_defaults=True):
+    """The answer to a change of a worker: also the worker's state. Of several ranks, the first is described."""
+
+    state: fields.State
+    draining: Annotated[bool, Meta(description="whether a client or the source wants it to get no new requests")]
+    draining_s: Annotated[
+        float | None,
+        Meta(description="for how many seconds it has been draining, as far as this process knows; null: it does not"),
+    ]

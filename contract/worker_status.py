@@ -122,6 +122,10 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     draining: Annotated[bool, Meta(description="whether a client or the source wants it to get no new requests")] = (
         False
     )
+    draining_s: Annotated[
+        float | None,
+        Meta(description="for how many seconds it has been draining, as far as this process knows; null: it does not"),
+    ] = None
     closed: Annotated[str, Meta(description="why it takes no requests now, for whatever reason; empty if it does")] = ""
     role: Annotated[str, Meta(description="both, prefill or decode")] = "both"
     handover: Annotated[

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Sequence
@@ -23,6 +24,27 @@ from kvrouter.simulator.http.faults import Faults
 from kvrouter.simulator.http.server import ANY_PORT, ReplicaServer, ServerThread
 
 DEFAULT = Timing()
+MAX_PORT = 65_535
+# Help is as wide as the terminal, up to this; without this, it is never wider than 80.
+HELP_MAX_WIDTH = 160
+
+
+def _check_ports(host: str, port: int, replicas: int) -> None:
+    """Raise ValueError if a replica could not listen on its port, before any replica starts. Port 0 is always free."""
+    last = port + replicas - 1
+    wanted = f"ports {port} to {last} are needed; " if replicas > 1 else ""
+    if port and last > MAX_PORT:
+        raise ValueError(f"--port {port}: {wanted}the highest port is {MAX_PORT}; --port 0 takes free ones")
+    for number in range(port, last + 1) if port else ():
+        try:
+            socket.create_server((host, number)).close()
+        except OSError as error:
+            # The library appends the address to the system's text.
+            reason = str(error.strerror or error).partition(" (")[0]
+            raise ValueError(
+                f"cannot listen on {host} port {number} ({reason}); stop what listens there, or pass another --host or "
+                f"--port; {wanted}--port 0 takes free ones"
+            ) from None
 
 
 def _servers(
@@ -32,6 +54,7 @@ def _servers(
         raise ValueError(f"--replicas {options.replicas}: start 1 or more")
     if options.replicas > 1 and (options.events, options.replay) != (ANY_PORT, ANY_PORT):
         raise ValueError("--events and --replay name one replica's endpoints; leave them out with more than one")
+    _check_ports(options.host, options.port, options.replicas)
     interval = None if options.retention == "dense" else int(options.retention)
     geometry = make_geometry(
         options.shape, block_size=options.block_size, window=options.window, retention_interval=interval
@@ -90,14 +113,18 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
-def _help(text: str, *flags: str, metavar: str | None = None) -> Any:
+def _help(text: str, *flags: str, metavar: str = "N") -> Any:
     return typer.Option(*flags, help=text, metavar=metavar)
 
 
-@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+def _switch(text: str, flag: str) -> Any:
+    return typer.Option(flag, help=text)
+
+
+@app.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": HELP_MAX_WIDTH})
 def sim(
     replicas: Annotated[int, _help("number of replicas; with several, a given --port counts up")] = 1,
-    shape: Annotated[str, _help("KV cache groups: " + ", ".join(SHAPES))] = "gemma3",
+    shape: Annotated[str, _help("KV cache groups: " + ", ".join(SHAPES), metavar="NAME")] = "gemma3",
     blocks: Annotated[int, _help("blocks of the GPU pool, all groups together")] = 4096,
     cpu_chunks: Annotated[int, _help("blocks of the CPU tier; 0: no tier")] = 0,
     block_size: Annotated[int | None, _help("tokens in a block; default: the shape's")] = None,
@@ -106,27 +133,27 @@ def sim(
     chunk_tokens: Annotated[int, _help("most tokens that a step computes")] = DEFAULT_CHUNK_TOKENS,
     max_running: Annotated[int, _help("most requests that run at a time")] = DEFAULT_MAX_RUNNING,
     max_text_tokens: Annotated[int, _help("context length: prompt and answer together")] = DEFAULT_MAX_TEXT_TOKENS,
-    model: Annotated[str | None, _help("served model name; default: sim-SHAPE")] = None,
-    host: Annotated[str, _help("HTTP address")] = "127.0.0.1",
-    port: Annotated[int, _help("HTTP port; 0 takes a free one")] = 0,
-    events: Annotated[str, _help("ZMQ endpoint of the event stream; port 0 takes a free one")] = ANY_PORT,
-    replay: Annotated[str, _help("ZMQ endpoint of the replay; `none` for no replay")] = ANY_PORT,
+    model: Annotated[str | None, _help("served model name; default: sim-SHAPE", metavar="NAME")] = None,
+    host: Annotated[str, _help("HTTP address", metavar="HOST")] = "127.0.0.1",
+    port: Annotated[int, _help("HTTP port; 0 takes free ones", metavar="PORT")] = 0,
+    events: Annotated[
+        str, _help("ZMQ endpoint of the event stream; port 0 takes a free one", metavar="URL")
+    ] = ANY_PORT,
+    replay: Annotated[str, _help("ZMQ endpoint of the replay; `none` for no replay", metavar="URL")] = ANY_PORT,
     dp_rank: Annotated[int, _help("data-parallel rank in events and metrics")] = 0,
     no_event_sources: Annotated[
-        bool, _help("do not serve /kv_event_sources, as vLLM before 0.31", "--no-event-sources")
+        bool, _switch("do not serve /kv_event_sources, as vLLM before 0.31", "--no-event-sources")
     ] = False,
-    instant: Annotated[bool, _help("steps take no time", "--instant")] = False,
+    instant: Annotated[bool, _switch("steps take no time", "--instant")] = False,
     prefill_rate: Annotated[float, _help("prefill rate, tokens/s")] = DEFAULT.prefill_tokens_per_s,
     step_ms: Annotated[float, _help("time of a step without tokens, ms")] = DEFAULT.step_base_s * 1e3,
     decode_ms: Annotated[float, _help("time of each decoding request in a step, ms")] = DEFAULT.decode_sequence_s * 1e3,
     load_rate: Annotated[float, _help("load rate from the CPU tier, tokens/s")] = DEFAULT.load_tokens_per_s,
-    drop_events: Annotated[
-        int | None, _help("fault: the next N batches are not sent, but can be replayed", metavar="N")
-    ] = None,
-    lose_events: Annotated[int | None, _help("fault: the next N batches are lost", metavar="N")] = None,
+    drop_events: Annotated[int | None, _help("fault: the next N batches are not sent, but can be replayed")] = None,
+    lose_events: Annotated[int | None, _help("fault: the next N batches are lost")] = None,
     stall_s: Annotated[float | None, _help("fault: no step ends for S seconds", "--stall", metavar="S")] = None,
     slow: Annotated[float | None, _help("fault: steps take FACTOR times as long", metavar="FACTOR")] = None,
-    fail: Annotated[int | None, _help("fault: the next N generation requests get an error", metavar="N")] = None,
+    fail: Annotated[int | None, _help("fault: the next N generation requests get an error")] = None,
 ) -> None:
     """Run simulated engine replicas: vLLM's scheduler, cache and event stream without a model.
 

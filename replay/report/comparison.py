@@ -101,8 +101,8 @@ def _saving(own: Summary, other: Summary) -> str:
     return (
         f"Against {other.policy}, {OWN} would {word} this fleet {millions(abs(saved))} of {millions(before)} computed prompt "
         f"tokens ({abs(share):.1%}, {abs(other.computed_gpu_s - own.computed_gpu_s):,.0f} GPU-seconds), and first "
-        f"tokens would come {abs(faster):.2f} s {when} on average ({own.ttft_mean_s:.2f} s, not {other.ttft_mean_s:.2f}; "
-        f"p95 {own.ttft_p95_s:.2f} s, not {other.ttft_p95_s:.2f})"
+        f"tokens would come {_time(abs(faster))} {when} on average ({_time(own.ttft_mean_s)}, not {_time(other.ttft_mean_s)}; "
+        f"p95 {_time(own.ttft_p95_s)}, not {_time(other.ttft_p95_s)})"
     )
 
 
@@ -113,8 +113,13 @@ def _better(own: Summary, whole: dict[str, Summary]) -> str:
     if reuse.reused_tokens > own.reused_tokens * (1 + EQUAL_SHARE):
         better.append(f"{reuse.policy} reuses more ({millions(reuse.reused_tokens)})")
     if soonest.ttft_mean_s < own.ttft_mean_s * (1 - EQUAL_SHARE):
-        better.append(f"{soonest.policy} has sooner first tokens ({soonest.ttft_mean_s:.2f} s)")
+        better.append(f"{soonest.policy} has sooner first tokens ({_time(soonest.ttft_mean_s)})")
     return f"; {' and '.join(better)}" if better else ""
+
+
+def _time(seconds: float) -> str:
+    """Return a time as text, in milliseconds below a second: the traces of a first try have times that differ by some."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
 
 
 def millions(tokens: int) -> str:

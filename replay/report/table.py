@@ -14,8 +14,10 @@ from kvrouter.replay.runs.policy_run import Summary
 COLUMNS = 80
 HEADS = (
     ("policy", "reused", "of the", "of", "TTFT", "", "", "", "busiest"),
-    ("", "M tokens", "prompts", "best", "mean s", "p50", "p95", "p99", "/ mean"),
+    ("", "tokens", "prompts", "best", "mean s", "p50", "p95", "p99", "/ mean"),
 )
+# A larger share of the best hits means that at most choices no worker had any: the trace's prompts come at once.
+MAX_SHARE = 100
 WIDTHS = (20, 9, 8, 6, 8, 7, 7, 7, 8)
 
 
@@ -24,7 +26,7 @@ def text(found: Comparison) -> str:
     parts = [_fleet(found.fleet), "", *(_cells(head) for head in HEADS), "-" * COLUMNS]
     parts += [_row(row) for row in found.rows]
     if found.pooled is not None:
-        pooled = (f"{found.pooled.reused_tokens / 1e6:.2f}", f"{found.pooled.reused_share:.1%}")
+        pooled = (_tokens(found.pooled.reused_tokens), f"{found.pooled.reused_share:.1%}")
         parts.append(_cells((POOLED, *pooled, *["-"] * (len(WIDTHS) - 3))))
     parts += [note for row in found.rows if (note := _incomplete(row, found.fleet))]
     parts.append("")
@@ -58,9 +60,9 @@ def _row(row: Summary) -> str:
     return _cells(
         (
             f"{row.policy}{'*' if row.policy == OWN else ''}{' (partial)' if row.partial else ''}",
-            f"{row.reused_tokens / 1e6:.2f}",
+            _tokens(row.reused_tokens),
             f"{row.reused_share:.1%}",
-            f"{row.achieved_share:.0%}",
+            f"{row.achieved_share:.0%}" if row.achieved_share < MAX_SHARE else "-",
             seconds(row.ttft_mean_s, 3),
             seconds(row.ttft_p50_s, 2),
             seconds(row.ttft_p95_s, 2),
@@ -68,6 +70,11 @@ def _row(row: Summary) -> str:
             f"{row.balance:.2f}",
         )
     )
+
+
+def _tokens(tokens: int) -> str:
+    """Return a number of tokens as one word, so that rows have as many words as columns."""
+    return millions(tokens).replace(" ", "")
 
 
 def seconds(value: float, digits: int) -> str:

@@ -70,6 +70,8 @@ class DemoOptions:
     # The trace's name.
     name: str = ""
     json_output: bool = False
+    # Whether a row for each prompt is printed.
+    verbose: bool = False
     # Whether traffic continues until Ctrl-C.
     stays: bool = False
     # Monotonic, in seconds.
@@ -150,9 +152,13 @@ class Demo:
         return row
 
     def _complete(self, url: str, tokens: list[int], max_tokens: int) -> int:
-        body = {"model": self._model, "prompt": tokens, "max_tokens": max_tokens}
-        usage = call(f"{url}/v1/completions", body)["usage"]
-        reused: int = usage["prompt_tokens_details"]["cached_tokens"]
+        """Send a prompt and return the reused tokens. Its answer is a stream, so that its first token has a time."""
+        stream = {"stream": True, "stream_options": {"include_usage": True}}
+        body = {"model": self._model, "prompt": tokens, "max_tokens": max_tokens, **stream}
+        answer = call(f"{url}/v1/completions", body)
+        if answer.get("usage") is None:
+            raise DemoFailed(f"{url} ended a stream without its usage: {answer}")
+        reused: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         return reused
 
     @property
@@ -226,7 +232,7 @@ def _run(options: DemoOptions, hold_signals: Callable[[], None]) -> int:
         scene = roomy(scene, prompts, working_set)
     warmup = len(prompts) // WARMUP_SHARE
     view = View(replicas, max(len(prompt.tokens) for prompt in prompts), quiet=options.json_output)
-    view.opening(options.shape, scene, replicas, len(prompts), warmup, working_set, options.policy, options.name)
+    view.opening(options.shape, replicas, len(prompts), options.name)
     started = clock()
     rows: list[Row] = []
     summary = Summary()
@@ -234,13 +240,12 @@ def _run(options: DemoOptions, hold_signals: Callable[[], None]) -> int:
     with contextlib.ExitStack() as stack:
         try:
             demo = _start(stack, options, scene, warmup)
-            view.header(clock() - started)
+            view.started(clock() - started, warmup, options.policy)
             for number, prompt in enumerate(prompts):
                 row = demo.serve(number, prompt)
                 rivals.serve(prompt)
                 rows.append(row)
                 summary.add(row)
-                view.row(row)
             summary.round_robin_reused_tokens = rivals.round_robin_reused
             summary.full_attention_reused_tokens = rivals.full_attention_reused
             summary.seconds = round(clock() - started, 2)
@@ -249,7 +254,10 @@ def _run(options: DemoOptions, hold_signals: Callable[[], None]) -> int:
                 result = {"shape": options.shape, "seed": options.seed, "rows": shown, "summary": asdict(summary)}
                 print(json.dumps(result))
             else:
-                view.closing(options.shape, rows, summary)
+                view.verdict(summary)
+                if options.verbose:
+                    view.table(scene, working_set, rows, summary)
+                view.next_steps(options.shape, verbose=options.verbose)
             if options.stays:
                 _stay(demo, options, view)
         finally:

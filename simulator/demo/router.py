@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import socket
@@ -27,6 +28,10 @@ REQUEST_S = 30.0
 LOG_LINES = 20
 
 
+# The beginning of an event, and the end of a stream, as the engines write them.
+EVENT, DONE = b"data: ", b"data: [DONE]\n\n"
+
+
 class DemoFailed(RuntimeError):
     """A failure that ends the demo; the error's text says why and what to look at."""
 
@@ -36,16 +41,25 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def call(url: str, body: object = None) -> Any:
-    """Return the decoded JSON reply to a GET, or a POST if there is a body. Raises DemoFailed if that fails."""
+    """Return the decoded JSON reply to a GET, or a POST if there is a body. Raises DemoFailed if that fails.
+
+    Of a stream of events, the last one before `[DONE]` is returned.
+    """
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json"})
     try:
         with _opener.open(request, timeout=REQUEST_S) as reply:
-            return json.loads(reply.read() or b"null")
+            return json.loads(_last_event(reply.read()) or b"null")
     except urllib.error.HTTPError as error:
         raise DemoFailed(f"{url} answered {error.code}: {error.read().decode(errors='replace')[:500]}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:
         raise DemoFailed(f"{url} did not answer: {error}") from None
+
+
+def _last_event(content: bytes) -> bytes:
+    """Return the data of the last event of a stream, or the content unchanged if it is no stream."""
+    events = content.removesuffix(DONE).rstrip().rpartition(EVENT)
+    return events[2] if content.startswith(EVENT) else content
 
 
 def serve_command(port: int, data_dir: Path, policy: str = "kv") -> list[str]:

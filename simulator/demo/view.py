@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's output: an opening, a line for each prompt, a closing. Colour on a terminal, plain text elsewhere."""
+"""The demo's output: an opening, the verdict, and a table if wanted. Colour on a terminal, plain text elsewhere."""
 
 from __future__ import annotations
 
@@ -34,6 +34,10 @@ def _runs(groups: Sequence[GroupShape]) -> Iterator[tuple[int, int, GroupShape]]
         first += count
 
 
+def _share(tokens: int, summary: Summary) -> str:
+    return f"{tokens} ({tokens / max(summary.prompt_tokens, 1):.0%})"
+
+
 class View:
     """A printer to standard output, which prints nothing if `quiet`."""
 
@@ -49,53 +53,88 @@ class View:
         indent = len(text) - len(text.lstrip())
         self._console.print(Text(textwrap.fill(text, WIDTH, subsequent_indent=" " * (indent + 2)), style=style))
 
-    def opening(
-        self,
-        shape: str,
-        scene: DemoScene,
-        replicas: int,
-        requests: int,
-        warmup: int,
-        working_set: int,
-        policy: str,
-        name: str,
-    ) -> None:
-        """Print what is about to start. `name` is the trace that the prompts come from, empty if they are made."""
+    def opening(self, shape: str, replicas: int, requests: int, name: str) -> None:
+        """Print what is about to happen. `name` is the trace that the prompts come from, empty if they are made."""
+        source = f" of {name}" if name else ""
+        self._say(f"kvrouter demo: {requests} prompts{source}, {replicas} replicas of a {shape}-like model", "bold")
+        self._say("  Starting the router, with its data in a temporary folder ...")
+
+    def started(self, start_s: float, warmup: int, policy: str) -> None:
+        """Print that the prompts are being sent."""
+        by = "" if policy == "kv" else f" by policy {policy}"
+        self._say(
+            f"  Up after {start_s:.1f} s. Sending the prompts: the first {warmup} round robin, the others where kvrouter "
+            f"chooses{by} ..."
+        )
+        self._console.print()
+
+    def verdict(self, summary: Summary) -> None:
+        """Print whether the predictions were right, and what the choices were worth."""
+        good = summary.exact_prompts == summary.prompts
+        self._say(
+            f"{summary.exact_checked} of {summary.checked} predictions were exact: {summary.prompts} prompts, each predicted "
+            f"for {self._replicas} replicas and compared with what the replica reuses ({summary.nonzero_checked} of them hits).",
+            "bold green" if good else "bold red",
+        )
+        if not good:
+            self._say(
+                f"Wrong: prompts {', '.join(map(str, summary.wrong_numbers))}; `--verbose` shows each of them.",
+                "bold red",
+            )
+        self._say(
+            f"Where kvrouter sent them, the replicas reused {_share(summary.reused_tokens, summary)} of "
+            f"{summary.prompt_tokens} prompt tokens; round robin would have reused "
+            f"{_share(summary.round_robin_reused_tokens, summary)}, and a router that knows full attention alone "
+            f"{_share(summary.full_attention_reused_tokens, summary)}. Took {summary.seconds:.1f} s."
+        )
+
+    def table(self, scene: DemoScene, working_set: int, rows: list[Row], summary: Summary) -> None:
+        """Print a row for each prompt, and how to read one."""
         groups = scene.geometry.groups
         layout = ", ".join(
             f"g{first}{f'-g{last}' if last > first else ''} {KINDS[shape.kind]}"
             + (f" of {shape.sliding_window} tokens" if shape.sliding_window else "")
             for first, last, shape in _runs(groups)
         )
-        source = f" of {name}" if name else ""
-        self._say(f"kvrouter demo: {requests} prompts{source}, {replicas} replicas of a {shape}-like model", "bold")
-        self._say(f"  KV cache groups: {layout}; blocks of {groups[0].block_size} tokens")
+        self._console.print()
+        self._say(f"KV cache groups: {layout}; blocks of {groups[0].block_size} tokens.")
         self._say(
-            f"  GPU pool: {scene.num_blocks} blocks a replica; all prompts together fill {working_set}, so it evicts"
+            f"GPU pool: {scene.num_blocks} blocks a replica; all prompts together fill {working_set}, so it evicts."
         )
-        by = "" if policy == "kv" else f" by policy {policy}"
-        self._say(f"  The first {warmup} prompts go round robin, as before a router came; then kvrouter chooses{by}.")
-        self._say("  Starting the router (embedded Valkey, data in a temporary folder) ...")
-
-    def header(self, start_s: float) -> None:
-        """Print the table's head, and the meaning of its columns."""
-        limit = "" if self._is_narrow else ", and the group that limits it"
-        there = "reused" if self._is_narrow else "predicted and reused"
-        columns = (
-            f"  Up after {start_s:.1f} s. Columns: the tokens that kvrouter predicts each replica to reuse{limit}; where "
-            f"the prompt goes (rr: round robin); tokens {there} there; ok: right for ALL replicas"
-        )
-        if not self._is_narrow:
-            columns += (
-                "; FA: where a router that sees full attention only goes, and the hit it expects (~: less is reused; "
-                "!: and another replica would reuse more)"
-            )
-        self._say(f"{columns}.")
+        example = max(rows, key=lambda row: (max(row.real) - row.real[row.full_attention_choice], row.reused))
+        for line in self._reading(example):
+            self._say(line)
         self._console.print()
         workers = "".join(f"{f'w{i}':<{self._cell}}" for i in range(self._replicas))
         talk, promised, rival = ("", "", "") if self._is_narrow else (f"{'talk':>5} ", f"{'pred.':>6} ", " FA")
         head = f"{'#':>3} {talk}{'prompt':>6}  {workers}{'to':<6}{promised}{'reused':>6} ok{rival}"
         self._console.print(Text(head, style="bold"))
+        for row in rows:
+            self.row(row)
+        self._console.print()
+        self._say(
+            f"Full attention alone expects more than it would get for {summary.full_attention_overpromised} of "
+            f"{summary.prompts} prompts, and takes the wrong replica for {summary.full_attention_wrong}."
+        )
+
+    def _reading(self, row: Row) -> list[str]:
+        """Return how to read a row, by the example of this one."""
+        hit, limit = row.predicted[row.chosen], row.limited_by[row.chosen]
+        group = "" if limit is None or self._is_narrow else limit.split()[0]
+        limited = f", and that {limit} limits it" if limit and group else ""
+        by = " (rr: by round robin)" if row.by != "kvrouter" else ""
+        lines = [
+            f"Row {row.number}: `{f'{hit} {group}'.rstrip()}` below w{row.chosen}: kvrouter predicts that w{row.chosen} reuses "
+            f"{hit} of {row.prompt_tokens} tokens{limited}. The prompt goes there{by}, and {row.reused} are reused; ok: right "
+            "for all replicas."
+        ]
+        if not self._is_narrow:
+            i = row.full_attention_choice
+            lines.append(
+                f"FA `w{i} {row.full_attention[i]}`: full attention alone expects {row.full_attention[i]} at w{i} (~: less is "
+                "reused there; !: and another replica would reuse more)."
+            )
+        return lines
 
     def row(self, row: Row) -> None:
         """Print the result of one prompt."""
@@ -124,45 +163,18 @@ class View:
             return "✓  " if good else "✗  "
         return "y  " if good else "N  "
 
-    def closing(self, shape: str, rows: list[Row], summary: Summary) -> None:
-        """Print the result of the run, and commands to try next."""
-        say = self._say
-        good = summary.exact_prompts == summary.prompts
-        self._console.print()
-        say(
-            f"kvrouter: {summary.exact_prompts} of {summary.prompts} prompts predicted exactly, on every replica "
-            f"({summary.exact_checked} of {summary.checked} predictions, {summary.nonzero_checked} of them hits)",
-            "bold green" if good else "bold red",
-        )
-        if not good:
-            say(f"  wrong: prompts {', '.join(map(str, summary.wrong_numbers))}")
-        say(
-            f"Full attention only: believed in more than it would get for {summary.full_attention_overpromised} of "
-            f"{summary.prompts} prompts, and would have taken the wrong replica for {summary.full_attention_wrong}."
-        )
-        worst = max(rows, key=lambda row: max(row.real) - row.real[row.full_attention_choice])
-        if worst.full_attention_wrong:
-            i = worst.full_attention_choice
-            limit = worst.limited_by[i]
-            why = f", because of {limit}" if limit else ""
-            say(
-                f"  E.g. prompt {worst.number}: it takes w{i} for {worst.full_attention[i]} tokens, which reuses "
-                f"{worst.real[i]}{why}; w{worst.real.index(max(worst.real))} reuses {max(worst.real)}."
-            )
-        say(
-            f"Of {summary.prompt_tokens} prompt tokens not computed again: kvrouter {summary.reused_tokens}, "
-            f"full attention only {summary.full_attention_reused_tokens}, "
-            f"round robin {summary.round_robin_reused_tokens} (each on a fleet of its own)."
-        )
-        saved = summary.reused_tokens - summary.round_robin_reused_tokens
-        say(f"  That is {saved} tokens of prefill saved over round robin. Took {summary.seconds:.1f} s.")
+    def next_steps(self, shape: str, *, verbose: bool) -> None:
+        """Print commands to try next."""
         self._console.print("\nNext:", style="bold")
-        for command, purpose in (
-            ("kvrouter serve --worker w0=http://HOST:8000", "your own vLLM, from 0.31 on"),
+        steps = [
+            ("kvrouter serve --worker http://HOST:8000", "your own vLLM, from 0.31 on"),
             ("kvrouter demo --stay", "the same, to look at in a browser"),
             (f"kvrouter sim --shape {shape}", "one simulated replica to play with"),
             ("kvrouter demo --shape qwen3-next", "with Mamba; also gpt-oss, llama"),
-        ):
+        ]
+        if not verbose:
+            steps.insert(1, ("kvrouter demo --verbose", "each prompt, each replica"))
+        for command, purpose in steps:
             self._console.print(f"  {command:<43} {purpose}")
 
     def staying(self, url: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 from kvrouter.contract.worker_status import WorkerStatus
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.redis_client.errors import StoreUnavailable
-from kvrouter.router.model.workers.registration import CatalogSpec, GroupSpec, Registration
+from kvrouter.router.model.workers.registration import BASE_PATH_LEFT_OUT, CatalogSpec, GroupSpec, Registration
 from kvrouter.router.model.workers.registration_from_body import MAX_LORAS, MAX_PATH_CHARS
 from kvrouter.router.serve.api.http.http_api import HttpApi
 from kvrouter.router.serve.api.workers import ROWS_A_TURN
@@ -252,6 +252,7 @@ def test_workers_lists_every_field(app: HttpApi) -> None:
         "tokens": None,
         "source": "register",
         "draining": False,
+        "draining_s": None,
         "closed": "",
         "role": "both",
         "handover": "kv_transfer_params",
@@ -349,6 +350,23 @@ def test_a_worker_drains_until_it_is_active_again(core: TinyCore, app: HttpApi) 
     call(app, "PATCH", "/workers/w0", {"state": "active"})
     assert not core.registered[worker].draining
     assert call(app, "PATCH", "/workers/w0", {"state": "gone"}).status == 400
+
+
+def test_a_change_answers_with_the_workers_state(app: HttpApi) -> None:
+    call(app, "POST", "/register", {"worker_id": "w0", "model": "m", "url": "http://h:1"})
+    answer = call(app, "PATCH", "/workers/w0", {"state": "draining"}).json()
+    assert answer.items() >= {"lifecycle": "incomplete", "routing_group": "default", "state": "live"}.items()
+    assert {"draining", "draining_s"} <= answer.keys()
+
+
+def test_a_base_path_that_is_left_out_is_in_the_answer(core: TinyCore, app: HttpApi) -> None:
+    body = {"worker_id": "w0", "model": "m", "url": "http://h:1"}
+    assert "note" not in call(app, "POST", "/register", body).json()
+    for method, path in (("POST", "/register"), ("POST", "/workers"), ("PATCH", "/workers/w0")):
+        answer = call(app, method, path, body | {"url": "http://h:2/v1/"}).json()
+        assert (answer["note"], answer["endpoint"]) == (BASE_PATH_LEFT_OUT, "http://h:2")
+        assert core.registered[W0].url == "http://h:2" and core.registered[W0].note == ""
+    assert "note" not in call(app, "PATCH", "/workers/w0", {"url": "http://h:3"}).json()
 
 
 class TurnsCore(TinyCore):

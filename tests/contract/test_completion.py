@@ -45,7 +45,7 @@ ACCESS = ("--api-key", "--ca-file", "--client-certificate", "--client-key")
     ("words", "wanted"),
     [
         (["kvrouter", "wor"], {"workers"}),
-        (["kvrouter", "config", ""], {"schema", "markdown"}),
+        (["kvrouter", "config", ""], {"schema", "markdown", "example"}),
         (["kvrouter", "drain", "--"], {"--model", "--url", *ACCESS, "--json", "--help"}),
         (["kvrouter", "serve", "--log-l"], {"--log-level"}),
     ],

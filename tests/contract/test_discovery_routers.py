@@ -21,9 +21,9 @@ from kvrouter.router.follow.discovery.kubernetes.api import ClusterApi
 from kvrouter.router.follow.discovery.kubernetes.source import KubernetesSource
 from kvrouter.router.index.store import keys
 from kvrouter.router.index.store.registry import Registry
+from kvrouter.router.model.workers.listed_worker import listed_worker
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.source_precedence import FILE, KUBERNETES, STATIC
-from kvrouter.router.model.workers.worker_spec import parse_worker
 from tests.support.engine_http import EngineHttp
 from tests.support.fake_cluster import NAMESPACE, TOKEN, FakeCluster, pod
 from tests.support.listed_routers import STILL_S, TIMEOUT_S, Listed, routing
@@ -197,7 +197,7 @@ async def test_a_client_may_drop_what_no_living_router_sees(url: str) -> None:
 async def test_a_forbidden_address_is_neither_registered_nor_asked(url: str) -> None:
     engine = EngineHttp()
     source = Listed(FILE, "b=http://10.1.2.3:1")
-    source.shown = [candidate_of(parse_worker(f"a={engine.url}"), FILE)]
+    source.shown = [candidate_of(listed_worker(f"a={engine.url}"), FILE)]
     async with routing(url, source, allow=("10.0.0.0/8",)) as router:
         await router.owners_stay()
         assert "worker a (rank 0) of file is not registered: url: 127.0.0.1 is not in" in router.discovery.health()[0]
@@ -216,7 +216,7 @@ async def test_an_engine_that_says_otherwise_is_followed_otherwise(url: str) -> 
     engine.pages["/v1/models"] = b'{"data": [{"id": "m"}]}'
     tell(6000)
     source = Listed(FILE)
-    source.shown = [candidate_of(parse_worker(f"a={engine.url}"), FILE)]
+    source.shown = [candidate_of(listed_worker(f"a={engine.url}"), FILE)]
     async with routing(url, source) as router:
         router.discovery._asker._again_s = router.discovery._asker._retry_s = 0.05
 

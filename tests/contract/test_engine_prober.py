@@ -78,6 +78,17 @@ def test_an_address_without_any_engine_says_to_write_the_engines_own(code: int, 
     assert answers == EngineAnswers(problem=answers.problem, fix=answers.fix) and answers.fix in answers.problem
 
 
+async def test_an_engine_that_does_not_answer_did_not_describe_itself(caplog: pytest.LogCaptureFixture) -> None:
+    async with aiohttp.ClientSession() as session:
+        key = EngineKey(None, AllowList())
+        prober = EngineProber(session, key=key, clock=time.monotonic, rng=random.Random(0), changed=lambda: None)
+        prober.want({"http://127.0.0.1:9": ProbeRequest(model=True)})
+        await prober.look()
+    (record,) = [record for record in caplog.records if record.name.endswith("engine_prober")]
+    assert record.message == "engine described itself in part or not at all"
+    assert "http://127.0.0.1:9 cannot be reached: Connection refused)" in record.__dict__["problem"]
+
+
 def test_an_engine_that_cannot_say_where_its_events_are_is_one() -> None:
     for answers in ({"/v1/models": ok(MODELS)}, {"/v1/models": status(401)}):
         findings = probed(answers, ProbeRequest(streams=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 
@@ -43,3 +44,24 @@ def test_many_replicas_in_one_process_with_faults_from_the_start() -> None:
         process.send_signal(signal.SIGTERM)
         rest = process.communicate(timeout=20)
     assert (process.returncode, rest) == (0, ("", ""))
+
+
+def test_a_port_that_is_taken_is_named_with_the_range_before_any_replica_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "kvrouter.simulator", "--port", str(port)]
+        alone = subprocess.run(command, capture_output=True, text=True)
+        several = subprocess.run([*command, "--replicas", "3"], capture_output=True, text=True)
+    assert (alone.returncode, alone.stdout, several.returncode, several.stdout) == (2, "", 2, "")
+    begin = (
+        f"kvrouter sim: cannot listen on 127.0.0.1 port {port} (Address already in use); stop what listens there, or pass "
+        "another --host or --port; "
+    )
+    assert alone.stderr == f"{begin}--port 0 takes free ones\n"
+    assert several.stderr == f"{begin}ports {port} to {port + 2} are needed; --port 0 takes free ones\n"
+
+
+def test_ports_beyond_the_highest_are_refused() -> None:
+    command = [sys.executable, "-m", "kvrouter.simulator", "--port", "65535", "--replicas", "2"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "ports 65535 to 65536 are needed; the highest port is 65535" in done.stderr

@@ -14,11 +14,10 @@ from contextlib import redirect_stdout
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from kvrouter.contract.tiers import TIERS
 from kvrouter.router.app.cli.commands import run
-from kvrouter.router.app.cli.tables import candidates_table
+from kvrouter.router.app.cli.tables import candidates_text
 from kvrouter.router.app.core.resident_blocks import ResidentBlocks
 from kvrouter.router.base.common.ids import GPU, Place, WorkerKey
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
@@ -99,7 +98,7 @@ def main(trace: str) -> None:
     asked = {"model": "m", "block_hashes": core.hashes.tolist(), "num_tokens": NUM_TOKENS}
     selected = call(app, "POST", "/select", asked | {"explain": True}).json()
     output = io.StringIO()
-    Console(file=output, width=200).print(candidates_table(selected, NUM_TOKENS))
+    print(candidates_text(selected, NUM_TOKENS, 200).plain, file=output)
     (hit,) = core.hits_known
     load = LoadModel(LoadTable(), 10_000)
     costs = [weigh([hit], ChoiceContext(NUM_TOKENS, load), hit.tokens).terms[0][0]]

@@ -23,7 +23,7 @@ from kvrouter.router.index.store.store import IndexStore
 from kvrouter.router.model.config.settings import Config
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.engine_key import EngineKey
-from kvrouter.router.model.workers.worker_spec import parse_worker
+from kvrouter.router.model.workers.listed_worker import listed_worker
 
 TIMEOUT_S = 20.0
 LOOK_S = 0.05
@@ -43,7 +43,7 @@ class Listed:
     def show(self, *specs: str) -> None:
         """List these workers, with model and events endpoint, so that no engine is queried."""
         self.shown = [
-            candidate_of(parse_worker(f"{spec},model=m,events=tcp://127.0.0.1:1"), self.name) for spec in specs
+            candidate_of(listed_worker(f"{spec},model=m,events=tcp://127.0.0.1:1"), self.name) for spec in specs
         ]
 
     async def run(self, changed: Callable[[], None]) -> None:

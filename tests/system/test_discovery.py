@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 import zmq
 
+from kvrouter.router.app.cli.commands import run
+from kvrouter.router.model.workers.registration import BASE_PATH_LEFT_OUT
 from kvrouter.simulator.cache.shapes import make_geometry
 from kvrouter.simulator.http.server import ReplicaServer
 from tests.support.fleet import rows
@@ -105,6 +107,46 @@ def test_what_a_source_keeps_is_changed_there(tmp_path: Path, replicas: list[Rep
         router.request("PATCH", "/workers/w0", {"state": "active"})
         write(file, "[]\n")
         until(lambda: not rows(router), "gone with its line")
+
+
+def test_the_command_line_adds_and_removes_workers(
+    tmp_path: Path, replicas: list[ReplicaServer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = (replica.endpoints["url"] for replica in replicas)
+    file = tmp_path / "workers.yaml"
+    file.write_text(f"workers:\n- {first}\n- w9=http://127.0.0.1:9\n")
+    listed = first.removeprefix("http://")
+    with RouterProcess(tmp_path / "r", ["--workers-file", str(file)]) as router:
+        until(lambda: rows(router).get(listed, {"model": ""})["model"], "registered under its host and port")
+
+        def kvrouter(*words: str) -> tuple[int, str]:
+            code = run([*words, "--url", f"localhost:{router.port}"])
+            return code, "".join(capsys.readouterr())
+
+        code, text = kvrouter("add", f"w1={second}/v1")
+        assert code == 0 and text.startswith(f"w1 (model {MODEL}) is registered at {second}; its state is ")
+        assert BASE_PATH_LEFT_OUT in text
+        assert kvrouter("add", f"w1={second}")[0] == 0
+        code, text = kvrouter("add", f"w1={first}")
+        assert code == 1 and f"is there already, with url {second}: `kvrouter remove w1` first" in text
+        assert kvrouter("remove", "w1")[0] == 0 and set(rows(router)) == {listed, "w9"}
+        assert kvrouter("remove", "w1") == (
+            1,
+            "kvrouter: no worker 'w1' is registered; GET /workers lists those that are\n",
+        )
+        code, text = kvrouter("remove", listed)
+        assert code == 1 and "would come back at once: take it out of the file of the setting workers_file" in text
+        code, text = kvrouter("remove", "w9")
+        assert (code, text) == (
+            1,
+            "kvrouter: worker 'w9' is not registered yet: change it in the file of the setting workers_file\n",
+        )
+        code, text = kvrouter("add", f"w9={second}")
+        assert code == 1 and "change it in the file of the setting workers_file, or choose another id" in text
+        kvrouter("drain", listed)
+        answer = router.request("PATCH", f"/workers/{listed}", {"state": "draining"})
+        assert answer["draining"] and answer["draining_s"] >= 0 and answer["lifecycle"] == "incomplete"
+        assert rows(router)[listed]["draining_s"] is not None
 
 
 def test_a_file_is_followed_and_a_wrong_one_changes_nothing(tmp_path: Path, replicas: list[ReplicaServer]) -> None:

@@ -10,15 +10,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 from jsonschema import Draft202012Validator
 
 from kvrouter.router.app.cli.api_client import router_url
-from kvrouter.router.app.cli.commands import run
+from kvrouter.router.app.cli.commands import app, run
+from kvrouter.router.app.cli.tables import candidates_text
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.version import VERSION
 from kvrouter.router.model.config.loading import load_config
-from kvrouter.router.model.config.settings import FIELDS, flag_of, metavar_of
+from kvrouter.router.model.config.settings import FIELDS, Config, flag_of, metavar_of
+from kvrouter.router.model.workers.listed_worker import listed_worker
 from tests.support.stub_router import SELECTED, StubRouter, unset_client_variables
 
 
@@ -110,9 +113,22 @@ def test_explain_shows_every_candidate_and_the_reason(
         "lora_name": "a",
     }
     lines = capsys.readouterr().out.splitlines()
-    assert re.match(r">\s+w0\s+1\s+2\s+2\s+1\s+0\s+1\s+live\s+group 1 \(mamba\): no state", lines[1])
-    assert re.match(r"\s+w1\s+1\s+2\s+0\s+3\s+0\s+3\s+live", lines[2])
+    assert re.fullmatch(r">\s+w0\s+1\s+2\s+2\s+1\s+0\s+1\s+live", lines[1])
+    assert lines[2].startswith("    group 1 (mamba): no state")
+    assert re.fullmatch(r"\s+w1\s+1\s+2\s+0\s+3\s+0\s+3\s+live", lines[3])
+    assert not any(line.endswith(" ") for line in lines)
     assert lines[-1] == "w0 (http://e:8000): reuses 2 of 3 tokens"
+
+
+def test_explain_folds_reasons_at_the_terminals_width_and_only_there() -> None:
+    why = "its unbroken run of blocks on the GPU ends at 688 tokens, and after that the blocks of another prompt begin"
+    limited = {"group_idx": 5, "kind": "full_attention", "why": why}
+    answer = SELECTED | {"candidates": [candidate | {"limited_by": limited} for candidate in SELECTED["candidates"]]}
+    whole = f"    group 5 (full_attention): {why}"
+    assert candidates_text(answer, 3, 4_000).plain.splitlines()[2::2] == [whole, whole]
+    folded = candidates_text(answer, 3, 80).plain.splitlines()
+    assert max(map(len, folded)) <= 80 and not any(line.endswith(" ") for line in folded)
+    assert " ".join(line.strip() for line in folded[2:4]) == whole.strip()
 
 
 def test_explain_as_json_and_from_a_file(stub: StubRouter, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -217,6 +233,8 @@ def test_an_unreachable_router_is_one_line(capsys: pytest.CaptureFixture[str]) -
         (["explain", "--prompt", "x"], "--model"),
         (["explain", "--model", "m", "--tokens", "/nope"], "/nope"),
         (["nonsense"], "nonsense"),
+        (["explainn"], "Did you mean 'explain'? See --help\n"),
+        (["add", "w0=h:1"], "'w0=h:1': HTTP_URL must be an HTTP address"),
     ],
 )
 def test_wrong_usage_prints_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], named: str) -> None:
@@ -230,6 +248,41 @@ def test_a_port_that_is_taken_is_one_line(stub: StubRouter, capsys: pytest.Captu
     code, line = failing(capsys, "serve", "--port", port, "--data-dir", str(tmp_path / "d"))
     assert code == 2 and f"port {port}" in line
     assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [*sorted(typer.main.get_command(app).commands), "config example"],  # type: ignore[attr-defined]
+)
+def test_help_is_as_wide_as_the_terminal_and_names_values_in_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert run([*command.split(), "--help"]) == 0
+    text = capsys.readouterr().out
+    assert not re.search(r"<[a-z]+( range)?>|\b(INTEGER|FLOAT|RANGE)\b", text)
+    longest = max(map(len, text.splitlines()))
+    assert longest <= 120 and (longest > 80 or text.count("\n") < 20)
+
+
+def test_the_example_of_a_settings_file_is_valid_line_by_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run(["config", "example"]) == 0
+    example = capsys.readouterr().out
+    config = load_config(tmp_path / "k.yaml", {}, {}, example)
+    assert [listed_worker(entry).registration.worker.worker_id for entry in config.workers] == [
+        "10.0.0.1:8000",
+        "w1",
+        "w2",
+    ]
+    values = {name: getattr(config, name) for name in FIELDS if name != "workers"}
+    assert values == {name: getattr(Config(), name) for name in values}, "the other values are the defaults"
+    remarks = [line for line in example.splitlines() if re.match(r"# [a-z_]+: ", line)]
+    assert len(remarks) > 8
+    for line in remarks:
+        setting = line.removeprefix("# ")
+        assert getattr(load_config(tmp_path / "k.yaml", {}, {}, setting), setting.partition(":")[0])
 
 
 def test_help_shows_every_setting(capsys: pytest.CaptureFixture[str]) -> None:

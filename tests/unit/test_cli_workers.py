@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvrouter workers`, `drain` and `undrain`: their tables, requests, and messages when the router refuses."""
+"""`kvrouter workers`, `add`, `remove`, `drain` and `undrain`: their tables, requests, and messages when the router refuses."""
 
 from __future__ import annotations
 
@@ -203,3 +203,80 @@ def test_a_refusal_of_the_router_is_the_error_line(stub: StubRouter, capsys: pyt
     out, err = capsys.readouterr()
     assert out == "" and err == "kvrouter: no worker 'w9' is registered\n"
     assert [request[0] for request in stub.received] == ["GET"]
+
+
+ADDED = LIVE | {"handover": "kv_transfer_params"}
+
+
+def after_registration(stub: StubRouter, *rows: dict[str, Any]) -> None:
+    """Let `/workers/w0` be unknown until `/register` was called, and then have these rows."""
+
+    def on_request(number: int) -> None:
+        if stub.received[-1][1] == "/register":
+            stub.answer("/workers/w0", {"workers": [*rows]})
+
+    stub.on_request = on_request
+    error = {"error": {"message": "no worker 'w0' is registered", "type": "t", "code": "unknown_worker"}}
+    stub.answer("/workers/w0", error, 404)
+
+
+def test_add_registers_what_its_spec_says(stub: StubRouter, capsys: pytest.CaptureFixture[str]) -> None:
+    after_registration(stub, ADDED | {"state": "connecting", "reason": "no connection yet"})
+    stub.answer("/register", {"status": "ok", "worker_id": "w0", "note": "the url is another"})
+    spec = "w0=http://e:8000/v1,events=tcp://e:1,block_size=16,hash_algo=xxhash"
+    assert run(["add", spec, "--url", stub.url, "--api-key", "k"]) == 0
+    assert capsys.readouterr().out == (
+        "w0 (model m) is registered at http://e:8000; its state is connecting: no connection yet\nnote: the url is another\n"
+    )
+    (sent,) = [request for request in stub.received if request[0] == "POST"]
+    assert json.loads(sent[2]) == {
+        "worker_id": "w0",
+        "url": "http://e:8000/v1",
+        "endpoint": "tcp://e:1",
+        "block_size": 16,
+        "catalog": {"hash_algo": "xxhash"},
+    }
+
+
+def test_add_leaves_a_worker_with_the_same_values(stub: StubRouter, capsys: pytest.CaptureFixture[str]) -> None:
+    stub.answer("/workers/w0", {"workers": [ADDED]})
+    stub.answer("/register", {"status": "ok", "worker_id": "w0"})
+    assert run(["add", "w0=http://e:8000,model=m", "--url", stub.url]) == 0
+    assert capsys.readouterr().out == "w0 (model m) is registered already at http://e:8000; its state is live\n"
+
+
+@pytest.mark.parametrize(
+    ("spec", "source", "said"),
+    [
+        ("w0=http://other:1", "register", "with url http://e:8000: `kvrouter remove w0` first, or choose another id"),
+        ("w0=http://e:8000,model=n", "register", "with model m: `kvrouter remove w0` first"),
+        ("w0=http://e:8000,role=decode", "register", "with role both: `kvrouter remove w0` first"),
+        ("w0=http://other:1", "static", "with url http://e:8000: change it in --worker or KVROUTER_WORKERS, or choose"),
+    ],
+)
+def test_add_replaces_no_worker(
+    stub: StubRouter, capsys: pytest.CaptureFixture[str], spec: str, source: str, said: str
+) -> None:
+    stub.answer("/workers/w0", {"workers": [ADDED | {"source": source}]})
+    assert run(["add", spec, "--url", stub.url]) == 1
+    assert f"kvrouter: worker 'w0' is there already, {said}" in capsys.readouterr().err
+    assert [request[0] for request in stub.received] == ["GET"]
+
+
+def test_remove_drops_the_worker_that_it_names(stub: StubRouter, capsys: pytest.CaptureFixture[str]) -> None:
+    stub.answer("/workers/w0?dp_rank=1", {"workers": [WORKER]})
+    stub.answer("/unregister", {"status": "ok", "worker_id": "w0", "dropped": 1})
+    assert run(["remove", "w0@1", "--url", stub.url]) == 0
+    assert capsys.readouterr().out == ("w0@1 (model m) is removed: it gets no new requests; 3 are in flight there\n")
+    (sent,) = [request for request in stub.received if request[0] == "POST"]
+    assert json.loads(sent[2]) == {"worker_id": "w0", "dp_rank": 1}
+    assert run(["remove", "w0@1", "--url", stub.url, "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["workers"]
+    assert (row["worker_id"], row["dp_rank"], row["active_requests"]) == ("w0", 1, 3)
+
+
+def test_a_worker_that_comes_back_is_not_removed(stub: StubRouter, capsys: pytest.CaptureFixture[str]) -> None:
+    stub.answer("/workers/w0", {"workers": [LIVE]})
+    stub.answer("/unregister", {"error": {"message": "it would come back", "type": "t", "code": "kept_by_source"}}, 409)
+    assert run(["remove", "w0", "--url", stub.url]) == 1
+    assert capsys.readouterr() == ("", "kvrouter: it would come back\n")

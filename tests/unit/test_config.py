@@ -18,10 +18,10 @@ from kvrouter.router.model.config.cautions import open_to_pages
 from kvrouter.router.model.config.loading import load_config
 from kvrouter.router.model.config.settings import FIELDS, Config, describe, flag_of, without_password
 from kvrouter.router.model.engines.vllm.description import VLLM
+from kvrouter.router.model.workers.listed_worker import ListedWorker, listed_worker
 from kvrouter.router.model.workers.registration import CatalogSpec, Registration
 from kvrouter.router.model.workers.registration_from_body import catalog_of
 from kvrouter.router.model.workers.role import HandoverWay, Role
-from kvrouter.router.model.workers.worker_spec import WorkerSpec, parse_worker
 
 
 def wrong(file: Path | None = None, environ: dict[str, str] | None = None, flags: dict[str, Any] | None = None) -> str:
@@ -260,20 +260,16 @@ def test_a_worker_spec_with_every_field_is_read() -> None:
     catalog = CatalogSpec(
         hash_block_size=16, hash_algo="xxhash", none_hash_seed="0", offload_connector="OffloadingConnector"
     )
-    assert parse_worker(spec) == WorkerSpec(
-        "w0", "https://h:8000/base", 3, "org/name", "tcp://h:5557", "ipc:///r", 16, "a", catalog
+    registration = Registration(
+        WorkerKey("org/name", "w0", 3), "tcp://h:5557", "ipc:///r", "https://h:8000/base", 16, "a", catalog
     )
-    assert parse_worker(spec).registration("m") == Registration(
-        WorkerKey("m", "w0", 3), "tcp://h:5557", "ipc:///r", "https://h:8000/base", 16, "a", catalog
-    )
+    assert listed_worker(spec) == ListedWorker(registration, any_rank=False)
 
 
 def test_a_worker_spec_has_a_role() -> None:
-    parsed = parse_worker("w0=http://h:8000,role=decode,handover=header")
-    assert (parsed.role, parsed.handover) == (Role.DECODE, HandoverWay.HEADER)
-    registration = parsed.registration("m")
+    registration = listed_worker("w0=http://h:8000,role=decode,handover=header").registration
     assert (registration.role, registration.handover) == (Role.DECODE, HandoverWay.HEADER)
-    assert parse_worker("w0=http://h:8000").registration("m").role is Role.BOTH
+    assert listed_worker("w0=http://h:8000").registration.role is Role.BOTH
 
 
 def test_a_worker_spec_states_hashes_as_a_registration_does() -> None:
@@ -281,23 +277,54 @@ def test_a_worker_spec_states_hashes_as_a_registration_does() -> None:
     spec = f"w0=http://h:8000,hash_algo=xxhash,none_hash={root},hash_lookahead_tokens=0"
     stated = CatalogBody(hash_algo="xxhash", none_hash=root, hash_lookahead_tokens=0)
     expected = CatalogSpec(hash_algo="xxhash", none_hash="ab" * 16, hash_lookahead_tokens=0)
-    assert parse_worker(spec).catalog == catalog_of(stated) == expected
+    assert listed_worker(spec).registration.catalog == catalog_of(stated) == expected
     [scheme] = VLLM.schemes(expected, None)
     assert scheme.none_hash == b"\xab" * 16
 
 
-def test_the_shortest_worker_spec_is_an_id_and_a_url() -> None:
-    assert parse_worker("w0=http://h:8000") == WorkerSpec("w0", "http://h:8000")
+@pytest.mark.parametrize(
+    ("spec", "worker_id", "url"),
+    [
+        ("w0=http://h:8000", "w0", "http://h:8000"),
+        ("http://h:8000", "h:8000", "http://h:8000"),
+        ("https://h/base/v1/", "h", "https://h/base"),
+        ("HTTP://[::1]:8000/v1", "[::1]:8000", "HTTP://[::1]:8000"),
+        ("http://h:8000/a=b", "h:8000", "http://h:8000/a=b"),
+        ("w0=http://h:8000/v1", "w0", "http://h:8000"),
+    ],
+)
+def test_the_shortest_worker_spec_is_an_address_whose_host_and_port_are_its_id(
+    spec: str, worker_id: str, url: str
+) -> None:
+    expected = Registration(WorkerKey("", worker_id, 0), url=url)
+    assert listed_worker(spec) == ListedWorker(expected, any_rank=True, had_base_path="/v1" in spec)
+
+
+@pytest.mark.parametrize(
+    "entries", [["http://h:1/a", "http://h:1/b"], ["http://h:1", {"worker_id": "h:1", "url": "http://h:2"}]]
+)
+def test_two_addresses_with_one_host_and_port_need_ids(entries: list[Any]) -> None:
+    assert "name one worker; give each its own ID" in wrong(flags={"workers": entries})
+
+
+@pytest.mark.parametrize("entry", ["http://u:hunter2@h:1", {"worker_id": "w", "url": "http://u:hunter2@h:1"}])
+def test_a_password_in_a_workers_address_is_not_shown(entry: Any) -> None:
+    message = wrong(flags={"workers": [entry]})
+    assert "must be an HTTP address" in message and "hunter2" not in message
 
 
 @pytest.mark.parametrize(
     ("spec", "named"),
     [
-        ("", "ID=HTTP_URL"),
-        ("w0", "ID=HTTP_URL"),
-        ("w0=", "ID=HTTP_URL"),
+        ("", "ID=]HTTP_URL"),
+        ("w0", "ID=]HTTP_URL"),
+        ("w0=", "ID=]HTTP_URL"),
         ("=http://h:1", "ID "),
         ("w0=h:8000", "http://"),
+        ("h:8000", "write [ID=]HTTP_URL"),
+        ("http://", "HTTP_URL must be an HTTP address"),
+        ("http://[::1", "HTTP_URL must be an HTTP address"),
+        ("w0=http://h:1,replay=tcp://h:1", "replay needs events"),
         ("w0@12=http://h:1", "ID must not end in '@12', which stands for a rank: write dp_rank=12"),
         ("w0=http://h:1,events", "KEY=VALUE"),
         ("w0=http://h:1,event=tcp://h:1", "events"),

@@ -17,7 +17,7 @@ from kvrouter.router.follow.discovery.files.file_source import FileSource
 from kvrouter.router.follow.discovery.files.settings_file import SettingsFile
 from kvrouter.router.follow.discovery.files.workers_file import parse_workers
 from kvrouter.router.model.config.loading import Origin
-from kvrouter.router.model.workers.registration import CatalogSpec, GroupSpec, Registration
+from kvrouter.router.model.workers.registration import BASE_PATH_LEFT_OUT, CatalogSpec, GroupSpec, Registration
 from kvrouter.router.model.workers.role import Role
 from kvrouter.router.model.workers.source_precedence import CONFIG, FILE
 
@@ -68,7 +68,22 @@ def test_an_entry_is_a_spec_or_the_fields_of_register() -> None:
     assert not third.asks_events
     as_json = json.dumps([{"worker_id": "w0", "url": "http://h:1"}])
     assert [candidate.registration.worker.worker_id for candidate in parse_workers(as_json, "w.json", FILE)] == ["w0"]
-    assert parse_workers("[]", "w.yaml", FILE) == []
+    assert parse_workers("[]", "w.yaml", FILE) == parse_workers("workers: []", "w.yaml", FILE) == []
+
+
+def test_the_settings_file_and_a_file_of_workers_take_the_same_list(tmp_path: Path) -> None:
+    """Each form of an entry, in a document that is a valid file of both kinds."""
+    file = tmp_path / "k.yaml"
+    file.write_text("workers:" + WHOLE.replace("\n", "\n  "))
+    [listed] = [parse_workers(file.read_text(), "k.yaml", CONFIG)]
+    assert listed == parse_workers(WHOLE, "w.yaml", CONFIG)
+    assert settings(file, {}, {}).shown == listed
+
+
+def test_a_base_path_that_is_left_out_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        parse_workers("- a=http://h:1\n- b=http://h:2/v1/\n", "w.yaml", FILE)
+    assert [(record.message, record.__dict__["worker"]) for record in caplog.records] == [(BASE_PATH_LEFT_OUT, "b")]
 
 
 @pytest.mark.parametrize(
@@ -76,10 +91,12 @@ def test_an_entry_is_a_spec_or_the_fields_of_register() -> None:
     [
         ("", "is empty"),
         ("# nothing\n", "is empty"),
-        ("workers: []", "line 1 is no list"),
+        ("workers: {}", "line 1 is no list"),
+        ("port: 1\nworkers: []", "line 1 is no list"),
+        ("workers:\n- a=http://h:1\n- b\n", "line 3: write [ID=]HTTP_URL"),
         ("- a=http://h:1\n- [", "line 2 is not YAML"),
         ("- a=http://h:1\n- 5\n", "line 2: is not a worker"),
-        ("- a=http://h:1\n\n- nothing\n", "line 3: write ID=HTTP_URL"),
+        ("- a=http://h:1\n\n- nothing\n", "line 3: write [ID=]HTTP_URL"),
         ("- worker_id: a\n  url: http://h:1\n  replay_endpoint: x\n", "line 3: replay_endpoint must be a ZMQ endpoint"),
         ("- worker_id: a\n  endpoint: tcp://h:1\n", "line 1: model is missing"),
         (

@@ -16,10 +16,10 @@ from kvrouter.router.follow.discovery.files.workers_file import parse_workers
 from kvrouter.router.index.store.registry import decode
 from kvrouter.router.model.engines.vllm.description import streams_in
 from kvrouter.router.model.workers.engine_answers import EngineAnswers, Stream, model_in
+from kvrouter.router.model.workers.listed_worker import listed_worker
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.registration_from_body import patched, registration_of
 from kvrouter.router.model.workers.source_precedence import STATIC
-from kvrouter.router.model.workers.worker_spec import parse_worker
 from kvrouter.router.serve.api.dynamo_shapes import registrations_in
 
 
@@ -96,7 +96,7 @@ def test_an_engine_tells_its_base_model() -> None:
 
 
 def spec(text: str) -> Candidate:
-    return candidate_of(parse_worker(text), STATIC)
+    return candidate_of(listed_worker(text), STATIC)
 
 
 RANKS = told(

@@ -24,9 +24,9 @@ from kvrouter.router.model.kvcache.page_hash import page_chain
 from kvrouter.router.model.kvcache.scheme_verification import HashIdentity, SchemeState
 from kvrouter.router.model.workers.engine_answers import Stream
 from kvrouter.router.model.workers.engine_name import ENGINE_NAMES
+from kvrouter.router.model.workers.listed_worker import listed_worker
 from kvrouter.router.model.workers.registration import CatalogSpec, GroupSpec, Registration
 from kvrouter.router.model.workers.registration_from_body import registration_of
-from kvrouter.router.model.workers.worker_spec import parse_worker
 from kvrouter.router.route.tokens.engine.wire import RenderQuirks, tokenize_body
 from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
 from kvrouter.router.route.tokens.token_request import TokenRequest
@@ -105,10 +105,10 @@ def test_no_stated_algorithm_breaks_any_engine(engine: str | None, algo: str | N
 
 
 def test_an_engine_is_named_by_spec_and_body() -> None:
-    assert parse_worker("w0=http://10.0.0.2:30000,engine=sglang").registration("m").engine == "sglang"
-    assert parse_worker("w0=http://10.0.0.2:30000").registration("m").engine is None
+    assert listed_worker("w0=http://10.0.0.2:30000,engine=sglang").registration.engine == "sglang"
+    assert listed_worker("w0=http://10.0.0.2:30000").registration.engine is None
     with pytest.raises(SettingError, match="engine must be one of vllm, sglang"):
-        parse_worker("w0=http://10.0.0.2:30000,engine=trtllm")
+        listed_worker("w0=http://10.0.0.2:30000,engine=trtllm")
     body = RegisterBody(worker_id="w0", model="m", url="http://10.0.0.2:30000", engine="sglang")
     assert registration_of(body).engine == "sglang"
     with pytest.raises(BadQuestion, match="engine must be one of"):

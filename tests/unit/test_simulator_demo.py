@@ -114,21 +114,32 @@ def test_the_view_is_plain_off_a_terminal() -> None:
     assert "w0 480!" in text
     assert text.count("✓") == text.count("✗") == 1
     flat = " ".join(text.split())
-    assert "1 of 1 prompts predicted exactly" in flat
-    assert "it takes w0 for 480 tokens, which reuses 0, because of g0 sliding_window; w1 reuses 320" in flat
+    assert (
+        flat.index("3 of 4 predictions were exact: 2 prompts")
+        < flat.index("reused 640 (64%) of 1000")
+        < flat.index("Row 1:")
+    )
+    assert "Wrong: prompts 2;" in flat
+    assert (
+        "Row 1: `320` below w1: kvrouter predicts that w1 reuses 320 of 500 tokens. The prompt goes there, and 320"
+        in flat
+    )
+    assert "FA `w0 480`: full attention alone expects 480 at w0" in flat
     assert "http://127.0.0.1:1234/" in text and "7 more requests" in text
 
 
 def shown(view: View, row: Row) -> None:
     """Call everything that a view may show."""
     replicas = len(row.predicted)
-    view.opening("gemma3", SCENES["gemma3"], replicas, 500, 12, 1200, "least_load", "a_trace_of_some_length.jsonl")
-    view.header(1.0)
-    view.row(row)
-    view.row(replace(row, predicted=[16, *row.predicted[1:]]))
+    view.opening("gemma3", replicas, 500, "a_trace_of_some_length.jsonl")
+    view.started(1.0, 12, "least_load")
+    rows = [row, replace(row, number=2, predicted=[16, *row.predicted[1:]])]
     summary = Summary()
-    summary.add(row)
-    view.closing("gemma3", [row], summary)
+    for judged in rows:
+        summary.add(judged)
+    view.verdict(summary)
+    view.table(SCENES["gemma3"], 1200, rows, summary)
+    view.next_steps("gemma3", verbose=False)
     view.staying("http://127.0.0.1:1234")
     view.still(123_456, 12_345_678, 123_456_789)
     view.stayed(7)

@@ -16,11 +16,11 @@ import typer
 # The modules of commands import slow modules (asyncio, rich, the router) where they use them, because all commands are
 # imported even to refuse a wrong flag.
 from kvrouter.router.app.cli.api_client import ClientError
-from kvrouter.router.app.cli.config import config_markdown, config_schema
+from kvrouter.router.app.cli.config import config_example, config_markdown, config_schema
 from kvrouter.router.app.cli.demo import demo
 from kvrouter.router.app.cli.doctor import doctor
-from kvrouter.router.app.cli.drain import drain, undrain
 from kvrouter.router.app.cli.explain import explain
+from kvrouter.router.app.cli.fleet_changes import add, drain, remove, undrain
 from kvrouter.router.app.cli.replay import replay
 from kvrouter.router.app.cli.savings import savings
 from kvrouter.router.app.cli.serve import epp, serve
@@ -38,19 +38,25 @@ EXIT_INTERRUPTED = 130
 
 NAME = "kvrouter"
 
+# Help is as wide as the terminal, up to this; without this, it is never wider than 80.
+HELP_MAX_WIDTH = 160
+
 app = typer.Typer(
     name=NAME,
     help="Routes requests to the engine replica with the least left to compute, by exact predictions of KV cache reuse.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": HELP_MAX_WIDTH},
 )
 
-config_app = typer.Typer(help="Describe the settings.", add_completion=False, no_args_is_help=True)
+config_app = typer.Typer(
+    help="Describe the settings, or print an example of their file.", add_completion=False, no_args_is_help=True
+)
 config_app.command("schema")(config_schema)
+config_app.command("example")(config_example)
 config_app.command("markdown")(config_markdown)
 
-for command in (serve, epp, workers, drain, undrain, explain, tail, doctor, savings, replay, shadow, demo):
+for command in (serve, epp, workers, add, remove, drain, undrain, explain, tail, doctor, savings, replay, shadow, demo):
     app.command()(command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(sim)
 app.add_typer(config_app, name="config")
@@ -86,7 +92,9 @@ def run(arguments: list[str] | None = None) -> int:
         code = app(words or ["--help"], prog_name=NAME, standalone_mode=False)
     except UsageProblem as problem:
         message = str(problem.format_message()) if hasattr(problem, "format_message") else str(problem)
-        return _fail(f"{message.rstrip('.')}; see --help", EXIT_USAGE)
+        # The library ends a message with a sentence, or with the question `Did you mean 'workers'?`.
+        ending = " See --help" if message.endswith("?") else "; see --help"
+        return _fail(message.rstrip(".") + ending, EXIT_USAGE)
     except SettingError as error:
         return _fail(error.message, EXIT_USAGE)
     except (StartError, RouterError, ClientError) as error:

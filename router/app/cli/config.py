@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands `kvrouter config`, which describe the settings."""
+"""The commands `kvrouter config`, which describe the settings and print an example."""
 
 from __future__ import annotations
 
+from importlib import resources
 from typing import Any
 
 import msgspec
@@ -14,6 +15,11 @@ from kvrouter.router.model.config.settings import FIELDS, Config, describe, flag
 def config_schema() -> None:
     """Show the JSON schema of the settings file."""
     print_json(_schema())
+
+
+def config_example() -> None:
+    """Show a settings file with comments, to begin with: `kvrouter config example > kvrouter.yaml`."""
+    print(resources.files("kvrouter.router.model.config").joinpath("example.yaml").read_text(encoding="utf-8"), end="")
 
 
 def config_markdown() -> None:

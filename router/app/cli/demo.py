@@ -16,10 +16,12 @@ MAX_ANSWER_TOKENS = 24
 
 
 def demo(
-    replicas: Annotated[int, typer.Option(min=2, max=8, help="number of simulated replicas")] = 4,
-    shape: Annotated[str, typer.Option(help="KV cache groups: gemma3, gpt-oss, qwen3-next or llama")] = "gemma3",
-    requests: Annotated[int, typer.Option(min=1, max=500, help="number of prompts")] = 48,
-    seed: Annotated[int, typer.Option(help="seed of the prompts")] = 7,
+    replicas: Annotated[int, typer.Option(min=2, max=8, metavar="N", help="number of simulated replicas, 2 to 8")] = 4,
+    shape: Annotated[
+        str, typer.Option(metavar="NAME", help="KV cache groups: gemma3, gpt-oss, qwen3-next or llama")
+    ] = "gemma3",
+    requests: Annotated[int, typer.Option(min=1, max=500, metavar="N", help="number of prompts, 1 to 500")] = 48,
+    seed: Annotated[int, typer.Option(metavar="N", help="seed of the prompts")] = 7,
     policy: Annotated[
         str, typer.Option(help="how the router chooses: kv, round_robin, random, least_load, ...", metavar="NAME")
     ] = "kv",
@@ -27,6 +29,9 @@ def demo(
         Path | None,
         typer.Option(metavar="FILE", help="prompts of a trace, in any format of kvrouter replay; the first --requests"),
     ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="show each prompt and each replica as a row")
+    ] = False,
     stay: Annotated[bool, typer.Option("--stay", help="go on with traffic until Ctrl-C, to look around")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the rows and the summary as JSON")] = False,
 ) -> None:
@@ -46,6 +51,7 @@ def demo(
         prompts=() if trace is None else prompts_of(trace, requests),
         name="" if trace is None else trace.name,
         json_output=as_json,
+        verbose=verbose,
         stays=stay,
     )
     raise typer.Exit(run_demo(options))

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from kvrouter.contract.diagnosis import DiagnosisReport, Finding, Severity
 from kvrouter.router.app.cli.api_client import Client, ClientError
+from kvrouter.router.app.cli.tables import MIN_READING_WIDTH
 from kvrouter.router.app.diagnosis.clocks import SET_CLOCKS, clock_difference
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.escaping import masked
@@ -22,8 +23,6 @@ from kvrouter.router.observe.findings.explanations import EXPLANATIONS
 from kvrouter.router.observe.findings.finding import CODES, ROUTER, argument, found
 
 INDENT = "      "
-# In a narrower text, lines would consist of single words.
-MIN_WIDTH = 40
 COLOURS = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
 LABEL = "dim"
 
@@ -57,7 +56,9 @@ def explained(code: str) -> ExplainedCode:
     """Return the meaning of a code. Raises SettingError for a code that does not exist."""
     name = code.upper()
     if name not in CODES:
-        raise SettingError(f"--explain {code}: no such code; docs/how-to/doctor.md lists them, KV001 to {max(CODES)}")
+        raise SettingError(
+            f"--explain {code}: no such code; they are {min(CODES)} to {max(CODES)}, as `kvrouter doctor` prints them"
+        )
     severity, problem = CODES[name]
     explanation = EXPLANATIONS[name]
     return ExplainedCode(name, severity, problem, explanation.cause, explanation.remedy)
@@ -173,7 +174,7 @@ def _add_part(text: Text, label: str, value: str, width: int) -> None:
     lines = textwrap.wrap(
         masked(value),
         # The label and the two spaces before it take more of the first line than the indent of the others.
-        max(width, MIN_WIDTH) - max(len(INDENT), len(label) + 3),
+        max(width, MIN_READING_WIDTH) - max(len(INDENT), len(label) + 3),
         # Words are not broken, so that an address or a flag can be copied.
         break_long_words=False,
         break_on_hyphens=False,

@@ -78,13 +78,13 @@ def explain(
     if as_json:
         print_json(answer)
         return
-    from kvrouter.router.app.cli.tables import candidates_table, text, tokens_line, worker_name
+    from kvrouter.router.app.cli.tables import candidates_text, text, tokens_line, worker_name
 
     num_tokens = shaped(lambda: answer["effective_prefill_tokens"] + answer["overlap"]["longest_matched"])
     out = console()
     if "tokens" in answer:
         out.print(shaped(lambda: tokens_line(answer["tokens"])), highlight=False)
-    out.print(shaped(lambda: candidates_table(answer, num_tokens)))
+    out.print(shaped(lambda: candidates_text(answer, num_tokens, out.width)), soft_wrap=True)
     out.print()
     to = text(answer["endpoint"])
     out.print(f"{text(worker_name(answer))} ({to}): {text(answer['reason'])}", highlight=False)
@@ -94,7 +94,7 @@ def _show_decision(answer: Any, *, as_json: bool) -> None:
     if as_json:
         print_json(answer)
         return
-    from kvrouter.router.app.cli.tables import candidates_table, outcome_line, text, worker_name
+    from kvrouter.router.app.cli.tables import candidates_text, outcome_line, text, worker_name
 
     out = console()
     num_tokens = shaped(lambda: answer["num_tokens"])
@@ -102,7 +102,7 @@ def _show_decision(answer: Any, *, as_json: bool) -> None:
     out.print(
         f"{timestamp}  {text(answer['model'])}, {num_tokens} tokens, proof: {text(answer['proof'])}", highlight=False
     )
-    out.print(shaped(lambda: candidates_table(answer, num_tokens)))
+    out.print(shaped(lambda: candidates_text(answer, num_tokens, out.width)), soft_wrap=True)
     if (more := answer["compared"] - len(answer["candidates"])) > 0:
         out.print(f"... and {more} more workers", highlight=False)
     out.print()

@@ -19,11 +19,14 @@ def replay(
     trace: Annotated[
         Path, typer.Option(metavar="FILE", help="the traffic: a trace, bodies of requests, or a vLLM log")
     ],
-    format_: Annotated[str, typer.Option("--format", help="auto, access, mooncake, openai or vllm")] = "auto",
+    format_: Annotated[
+        str, typer.Option("--format", metavar="NAME", help="auto, access, mooncake, openai or vllm")
+    ] = "auto",
     shape: Annotated[
-        str, typer.Option(help="KV cache groups: llama, gemma3, gpt-oss, qwen3-next, llama4 or deepseek-v4")
+        str,
+        typer.Option(metavar="NAME", help="KV cache groups: llama, gemma3, gpt-oss, qwen3-next, llama4 or deepseek-v4"),
     ] = "gemma3",
-    workers: Annotated[int, typer.Option(help="number of simulated replicas")] = 8,
+    workers: Annotated[int, typer.Option(metavar="N", help="number of simulated replicas")] = 8,
     cache_tokens: Annotated[
         str,
         typer.Option(help=f"what a replica's GPU cache holds, in tokens of all layers; {EACH}", metavar="N[,N...]"),
@@ -31,13 +34,17 @@ def replay(
     cpu_tokens: Annotated[
         str, typer.Option(help=f"what its CPU tier holds; 0: no tier; {EACH}", metavar="N[,N...]")
     ] = "0",
-    block_tokens: Annotated[int, typer.Option(help="tokens in a block; 0: as many as a piece of the trace")] = 0,
+    block_tokens: Annotated[
+        int, typer.Option(metavar="N", help="tokens in a block; 0: as many as a piece of the trace")
+    ] = 0,
     prefill_rate: Annotated[
         str, typer.Option(help=f"prefill of a replica, tokens/s; {EACH}", metavar="N[,N...]")
     ] = "10000",
-    step_ms: Annotated[float, typer.Option(help="time of a step without tokens, ms")] = 15,
-    decode_ms: Annotated[float, typer.Option(help="time of each further decoding request in a step, ms")] = 0.4,
-    load_rate: Annotated[float, typer.Option(help="loads from the CPU tier, tokens/s")] = 380_000,
+    step_ms: Annotated[float, typer.Option(metavar="N", help="time of a step without tokens, ms")] = 15,
+    decode_ms: Annotated[
+        float, typer.Option(metavar="N", help="time of each further decoding request in a step, ms")
+    ] = 0.4,
+    load_rate: Annotated[float, typer.Option(metavar="N", help="loads from the CPU tier, tokens/s")] = 380_000,
     restart: Annotated[
         list[str] | None,
         typer.Option(
@@ -45,17 +52,22 @@ def replay(
             metavar="TIME_S:WORKER",
         ),
     ] = None,
-    speedup: Annotated[float, typer.Option(help="factor by which requests come sooner than the trace says")] = 1.0,
+    speedup: Annotated[
+        float, typer.Option(metavar="FACTOR", help="factor by which requests come sooner than the trace says")
+    ] = 1.0,
     policy: Annotated[
         list[str] | None, typer.Option(help="may be repeated; round_robin, kv and others unless given", metavar="NAME")
     ] = None,
-    seed: Annotated[int, typer.Option(help="seed of choices between equals")] = 1,
-    requests: Annotated[int, typer.Option(help="only the first N; 0: all")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="seed of choices between equals")] = 1,
+    requests: Annotated[int, typer.Option(metavar="N", help="only the first N; 0: all")] = 0,
     piece_tokens: Annotated[
-        int, typer.Option(help="tokens that one id of the trace stands for; 0: 512 for mooncake, 16 for text")
+        int,
+        typer.Option(metavar="N", help="tokens that one id of the trace stands for; 0: 512 for mooncake, 16 for text"),
     ] = 0,
-    bytes_per_token: Annotated[float, typer.Option(help="of text that is not tokenized")] = 4.0,
-    output_tokens: Annotated[int, typer.Option(help="of an answer whose length the trace does not say")] = 256,
+    bytes_per_token: Annotated[float, typer.Option(metavar="N", help="of text that is not tokenized")] = 4.0,
+    output_tokens: Annotated[
+        int, typer.Option(metavar="N", help="of an answer whose length the trace does not say")
+    ] = 256,
     tokenizer: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="the model's tokenizer.json and chat template")
     ] = None,

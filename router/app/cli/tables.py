@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables and lines made of the API's answers: values as cells, and the candidates of a choice.
 
-Pure: decoded JSON in, rich tables out.
+Pure: decoded JSON in, text out.
 """
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
+from rich.cells import cell_len, set_cell_size
 from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from kvrouter.contract.tiers import TIERS
 from kvrouter.router.base.common.escaping import masked
@@ -20,6 +22,14 @@ WHOLE_MAX = 10_000
 UNITS = (("G", 1_000_000_000), ("M", 1_000_000), ("k", 1_000))
 # A scaled value from here on is shown without a digit behind the point.
 HUNDRED = 100
+
+# The columns of candidates with text; those with numbers are aligned to the right.
+LEFT_COLUMNS = ("", "WORKER", "STATE")
+COLUMN_GAP = "  "
+# A reason stands below its row.
+REASON_INDENT = 4
+# In a narrower text, lines would consist of single words.
+MIN_READING_WIDTH = 40
 
 
 def plain(value: Any) -> str:
@@ -63,27 +73,44 @@ def outcome_line(answer: dict[str, Any]) -> str:
     return line
 
 
-def candidates_table(answer: dict[str, Any], num_tokens: int) -> Table:
-    """Return a table of the candidates in an explained choice, with the chosen one marked; counts are in tokens."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    headings = [tier.heading for tier in TIERS]
-    for name in ("", "WORKER", *headings, "UNCACHED", "LOAD", "COST", "STATE", "LIMITED BY"):
-        left = name in ("", "WORKER", "STATE", "LIMITED BY")
-        table.add_column(name, justify="left" if left else "right", overflow="fold")
+def candidates_text(answer: dict[str, Any], num_tokens: int, width: int) -> Text:
+    """Return the candidates in an explained choice as a table, with the chosen one marked; counts are in tokens.
+
+    What limits a candidate's hit is below its row, folded at `width`.
+    """
+    rows = [("", "WORKER", *[tier.heading for tier in TIERS], "UNCACHED", "LOAD", "COST", "STATE")]
     chosen = (answer["worker_id"], answer["dp_rank"])
     for candidate in answer["candidates"]:
         overlap = candidate["overlap"]
-        table.add_row(
-            ">" if (candidate["worker_id"], candidate["dp_rank"]) == chosen else "",
-            text(worker_name(candidate)),
-            *[text(overlap[tier.name]) for tier in TIERS],
-            text(num_tokens - overlap["longest_matched"]),
-            text(candidate["load"]),
-            text(candidate["cost"]),
-            text(candidate["state"]),
-            text(_limit(candidate)),
+        values = (
+            ">" if (candidate["worker_id"], candidate["dp_rank"]) == chosen else " ",
+            worker_name(candidate),
+            *[overlap[tier.name] for tier in TIERS],
+            num_tokens - overlap["longest_matched"],
+            *[candidate[name] for name in ("load", "cost", "state")],
         )
-    return table
+        rows.append(tuple(map(plain, values)))
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        COLUMN_GAP.join(
+            (" " * (width - cell_len(cell)) + cell) if name not in LEFT_COLUMNS else set_cell_size(cell, width)
+            for name, cell, width in zip(rows[0], row, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+    indent = " " * REASON_INDENT
+    text = Text(lines[0], "bold")
+    for line, candidate in zip(lines[1:], answer["candidates"], strict=True):
+        reason = textwrap.wrap(
+            plain(_limit(candidate) or None),
+            max(width, MIN_READING_WIDTH),
+            initial_indent=indent,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        text.append("\n".join(["", line, *reason]), "not bold")
+    return text
 
 
 def tokens_line(tokens: dict[str, Any]) -> str:

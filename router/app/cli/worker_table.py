@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kvrouter.router.app.cli.tables import UNKNOWN, plain, short_number, text, worker_name
+from kvrouter.router.app.cli.tables import REASON_INDENT, UNKNOWN, plain, short_number, text, worker_name
 
 Row = dict[str, Any]
 # (model, worker_id, dp_rank) -> the worker's entry of `/loads`.
@@ -32,7 +32,6 @@ ON_ITS_WAY = "yellow"
 GAPS = (2, 1)
 # The least width to which a column shrinks on a narrow terminal.
 MIN_WIDTH = 8
-REASON_INDENT = 4
 MS_PER_S = 1_000
 
 WIDE_COLUMNS = (

@@ -17,7 +17,7 @@ from kvrouter.router.base.common.errors import SettingError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-NO_WORKER = "no worker is registered; POST /register, or start `kvrouter serve` with --worker"
+NO_WORKER = "no worker is registered; `kvrouter add ID=HTTP_URL`, or start `kvrouter serve` with --worker"
 WATCH_S = 1.0
 # A shorter interval could not be read.
 WATCH_MIN_S = 0.05
@@ -28,9 +28,11 @@ WATCH_MAX_S = 86_400.0
 def workers(
     seconds: Annotated[
         float | None,
-        typer.Argument(metavar="[SECONDS]", help="with --watch: the time between two tables, 1 by default"),
+        typer.Argument(metavar="SECONDS", hidden=True),
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="show the table again and again, until Ctrl-C")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="show the table every SECONDS (default: 1), until Ctrl-C")
+    ] = False,
     wide: Annotated[bool, typer.Option("--wide", help="show all columns")] = False,
     as_json: AsJson = False,
     *,

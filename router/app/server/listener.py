@@ -28,7 +28,10 @@ def start_line(config: Config, listener: socket.socket, workers: int, gateway_po
     if workers or config.workers or config.workers_file or config.kubernetes_selector:
         following = f"`kvrouter workers{at}` shows the workers"
     else:
-        following = f"no worker yet: POST /register, or start with --worker, --workers-file or --kubernetes-selector; API: {scheme}://{shown_host}:{port}/docs"
+        following = (
+            f"no worker yet: `kvrouter add ID=HTTP_URL{at}`, or start with --worker, --workers-file or --kubernetes-selector; "
+            f"API: {scheme}://{shown_host}:{port}/docs"
+        )
     gateways = "" if gateway_port is None else f" and for gateways on grpc://{shown_host}:{gateway_port}"
     return f"kvrouter {VERSION} listens on {scheme}://{shown_host}:{port}{gateways}; {data}; {following}"
 

@@ -128,7 +128,7 @@ def _open_error(where: str, error: RedisError | TimeoutError, login: Login) -> R
         return StoreUnavailable(f"{where} did not accept a connection in {CONNECT_TIMEOUT_S:g} s")
     # A server that speaks TLS may reset the connection of one that does not.
     if isinstance(error.__context__, OSError) and not isinstance(error.__context__, ConnectionResetError):
-        return StoreUnavailable(f"{where} cannot be reached: {error}")
+        return StoreUnavailable(f"{where} cannot be reached: {str(error).rstrip('.')}")
     hint = "" if login.tls else "; a server that speaks TLS wants rediss:// in the URL"
     return StoreUnavailable(f"{where} did not answer the login: {str(error) or 'not in time'}{hint}")
 

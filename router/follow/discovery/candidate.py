@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker as a source describes it, completed by its engine's answers. Pure."""
+"""A worker as a source describes it, completed by its engine's answers. Pure but for a line of the log."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import msgspec
 
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.model.workers.engine_answers import EngineAnswers, Stream
-from kvrouter.router.model.workers.registration import NO_PATCH, UNKNOWN_MODEL, Registration
-from kvrouter.router.model.workers.worker_spec import MAX_DP_RANK, WorkerSpec
+from kvrouter.router.model.workers.listed_worker import ListedWorker
+from kvrouter.router.model.workers.registration import BASE_PATH_LEFT_OUT, NO_PATCH, UNKNOWN_MODEL, Registration
+from kvrouter.router.model.workers.worker_spec import MAX_DP_RANK
+
+log = logging.getLogger(__name__)
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -42,10 +46,12 @@ class Candidate(msgspec.Struct, frozen=True):
         return registration.url is not None and registration.events is None and registration.patch in (None, NO_PATCH)
 
 
-def candidate_of(spec: WorkerSpec, source: str) -> Candidate:
-    """Return the candidate that a `--worker` specification describes."""
-    registration = spec.registration(spec.model or UNKNOWN_MODEL)
-    return Candidate(msgspec.structs.replace(registration, source=source), any_rank=spec.dp_rank is None)
+def candidate_of(listed: ListedWorker, source: str) -> Candidate:
+    """Return the candidate that an entry of a list of workers describes."""
+    registration = listed.registration
+    if listed.had_base_path:
+        log.info(BASE_PATH_LEFT_OUT, extra={"worker": registration.worker.worker_id, "url": registration.url})
+    return Candidate(msgspec.structs.replace(registration, source=source), any_rank=listed.any_rank)
 
 
 def completed(candidate: Candidate, told: EngineAnswers, known: Sequence[Registration]) -> list[Registration]:

@@ -8,7 +8,9 @@ ports, ranks or another model.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 import random
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
@@ -163,9 +165,8 @@ class EngineProber:
         if answers != before:
             self._told[url] = answers
             level = logging.WARNING if answers.problem else logging.INFO
-            log.log(
-                level, "engine described itself", extra={"url": url, "model": answers.model, "problem": answers.problem}
-            )
+            message = "engine described itself in part or not at all" if answers.problem else "engine described itself"
+            log.log(level, message, extra={"url": url, "model": answers.model, "problem": answers.problem})
             self._changed()
 
     async def _asked(self, url: str, request: ProbeRequest, before: EngineAnswers) -> EngineAnswers:
@@ -253,9 +254,15 @@ class EngineProber:
                 raise ProbeFailed(f"{url} does not speak TLS", USE_HTTP) from None
             raise ProbeFailed(f"{url} cannot be reached over TLS: {error.os_error}") from None
         except aiohttp.ClientConnectorError as error:
-            raise ProbeFailed(f"{url} cannot be reached: {error.os_error.strerror or error.os_error}") from None
+            raise ProbeFailed(f"{url} cannot be reached: {_reason(error.os_error)}") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ProbeFailed(f"{whole} did not answer: {str(error) or type(error).__name__}") from None
+
+
+def _reason(error: OSError) -> str:
+    # asyncio's own text of a refused connection is "Connect call failed ('10.0.0.5', 8000)".
+    code = error.errno
+    return os.strerror(code) if code is not None and code in errno.errorcode else str(error.strerror or error)
 
 
 def _problem(unknown: str, error: ProbeFailed, other_way: str) -> str:

@@ -16,8 +16,8 @@ from kvrouter.router.follow.discovery.kubernetes.access import Access, access_fr
 from kvrouter.router.follow.discovery.source import Source, StaticSource
 from kvrouter.router.model.config.loading import Origin
 from kvrouter.router.model.config.settings import Config
+from kvrouter.router.model.workers.listed_worker import listed_worker
 from kvrouter.router.model.workers.source_precedence import CONFIG, FILE, STATIC
-from kvrouter.router.model.workers.worker_spec import parse_worker
 
 # Imported for types only, because a wrong file is refused before there is a session.
 if TYPE_CHECKING:
@@ -66,11 +66,11 @@ def named_sources(config: Config, origin: Origin, environ: Mapping[str, str], *,
     """
     sources: list[Source] = []
     named = origin.file is None or overridden(origin, environ)
-    specs = config.workers if named else ()
-    if specs or alone:
+    entries = config.workers if named else ()
+    if entries or alone:
         # Without --worker flags, publish an empty list only if no other router shares the store, because another router
         # may name workers.
-        sources.append(StaticSource([candidate_of(parse_worker(spec), STATIC) for spec in specs]))
+        sources.append(StaticSource([candidate_of(listed_worker(entry), STATIC) for entry in entries]))
     if origin.file is not None:
         path = Path(origin.file)
         sources.append(_begun(FileSource(CONFIG, path, SettingsFile(path, origin, environ).read)))

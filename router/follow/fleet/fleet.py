@@ -324,8 +324,8 @@ class Fleet:
                 if (worker.worker_id, worker.dp_rank) in claimed:
                     source = self._streams[worker].registration.source
                     raise Conflict(
-                        f"worker {worker_id!r} would come back at once: take it out of {PLACES.get(source, source)}; or PATCH "
-                        'its state to "draining", and it gets no new request',
+                        f"worker {worker_id!r} would come back at once: take it out of {PLACES.get(source, source)}; or drain "
+                        'it (`kvrouter drain`, or PATCH its state to "draining"), and it gets no new request',
                         code="kept_by_source",
                     )
             for worker in matching:

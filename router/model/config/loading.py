@@ -30,8 +30,8 @@ from kvrouter.router.model.config.settings import (
     without_password,
 )
 from kvrouter.router.model.workers.allow_list import AllowList
+from kvrouter.router.model.workers.listed_worker import listed_worker
 from kvrouter.router.model.workers.model_names import parse_aliases, parse_tokenizers
-from kvrouter.router.model.workers.worker_spec import parse_worker
 
 # Variables that the client commands and `serve` itself read, which are not settings.
 CLIENT_VARIABLES = frozenset(
@@ -177,23 +177,23 @@ def _converted(name: str, value: Any, where: str) -> Any:
 
 def _check_allowed(config: Config) -> None:
     allowed = AllowList(config.allow_hosts)
-    for spec in config.workers:
-        worker = parse_worker(spec)
-        problem = allowed.registration_problem(worker.registration(worker.model or ""))
-        if problem:
-            raise SettingError(f"--worker {worker.worker_id!r}: {problem}")
+    for entry in config.workers:
+        registration = listed_worker(entry).registration
+        if problem := allowed.registration_problem(registration):
+            raise SettingError(f"--worker {registration.worker.worker_id!r}: {problem}")
 
 
-def _check_workers(specs: tuple[str, ...], where: str) -> None:
-    spec_by_worker: dict[tuple[str, int], str] = {}
-    for spec in specs:
+def _check_workers(entries: tuple[str | dict[str, Any], ...], where: str) -> None:
+    shown_by_worker: dict[tuple[str, int], str] = {}
+    for number, entry in enumerate(entries, 1):
+        shown = repr(without_password(entry)) if isinstance(entry, str) else f"entry {number}"
         try:
-            worker = parse_worker(spec)
+            worker = listed_worker(entry).registration.worker
         except SettingError as error:
-            raise SettingError(f"{where} {without_password(spec)!r}: {error.message}") from None
-        key = (worker.worker_id, worker.dp_rank or 0)
-        if key in spec_by_worker:
+            raise SettingError(f"{where} {shown}: {error.message}") from None
+        name = worker.worker_id, worker.dp_rank
+        if name in shown_by_worker:
             raise SettingError(
-                f"{where}: {spec!r} and {spec_by_worker[key]!r} name one worker; give each its own ID or dp_rank"
+                f"{where}: {shown} and {shown_by_worker[name]} name one worker; give each its own ID or dp_rank"
             )
-        spec_by_worker[key] = spec
+        shown_by_worker[name] = shown

@@ -111,9 +111,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str, setting("the folder in which the private server keeps its data", metavar="DIR", min_length=1)
     ] = "./kvrouter-data"
     workers: Annotated[
-        tuple[str, ...],
+        tuple[str | dict[str, Any], ...],
         setting(
-            "a list of ID=HTTP_URL[,events=tcp://H:P][,replay=tcp://H:P][,model=NAME][,dp_rank=N]",
+            "a list of [ID=]HTTP_URL[,events=tcp://H:P][,replay=tcp://H:P][,model=NAME][,dp_rank=N]",
             metavar="SPEC",
             flag="--worker",
         ),

@@ -73,6 +73,7 @@ NO_PATCH = "off"
 # The end of an OpenAI client's base URL. It is removed, because the paths that are sent to an engine begin with it. The
 # pattern does not match a host of that name.
 _BASE_PATH = re.compile(r"(?<=[^/:])/v1/*\Z")
+BASE_PATH_LEFT_OUT = "/v1 at the end of a worker's url is left out, because the router's requests add it"
 
 
 class Registration(msgspec.Struct, frozen=True, omit_defaults=True):

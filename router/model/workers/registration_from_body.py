@@ -10,7 +10,6 @@ import msgspec
 from kvrouter.contract.registrations import CatalogBody, GroupBody, RegisterBody, UnregisterBody, WorkerPatch
 from kvrouter.router.base.common.errors import BadQuestion
 from kvrouter.router.base.common.ids import WorkerKey
-from kvrouter.router.base.common.json_arrays import UINT64_MAX
 from kvrouter.router.model.workers.engine_name import engine_problem
 from kvrouter.router.model.workers.hash_algorithms import HASH_ALGOS
 from kvrouter.router.model.workers.registration import MAX_GROUPS, MAX_TOKENS, CatalogSpec, GroupSpec, Registration
@@ -44,6 +43,8 @@ GROUP_KINDS = (
 )
 
 
+# Not imported from `json_arrays`, which imports numpy: the command line checks a worker without it.
+UINT64_MAX = 2**64 - 1
 # As many as an engine with the patch remembers (engine_patch/hooks/event_tap.py).
 MAX_LORAS = 1_024
 # The longest path that a file system accepts.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker as one line of text, and the checks of the names and addresses of workers. Pure.
 
-The line is `ID=HTTP_URL[,events=tcp://H:P][,replay=tcp://H:P][,model=NAME][,dp_rank=N][,KEY=VALUE...]`. The checks serve
+The line is `[ID=]HTTP_URL[,events=tcp://H:P][,replay=tcp://H:P][,model=NAME][,dp_rank=N][,KEY=VALUE...]`. The checks serve
 `POST /register` too. Each of them returns None if a text is valid, and otherwise the problem, as the end of a sentence
 that begins with the name of the field and says what to write instead.
 """
@@ -9,16 +9,15 @@ that begins with the name of the field and says what to write instead.
 from __future__ import annotations
 
 import re
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
+from kvrouter.contract.registrations import RegisterBody
 from kvrouter.router.base.common.errors import SettingError
-from kvrouter.router.base.common.ids import WorkerKey
-from kvrouter.router.model.workers.engine_name import engine_problem
-from kvrouter.router.model.workers.hash_algorithms import ALGORITHMS, DEFAULT_ALGO, HASH_ALGOS
-from kvrouter.router.model.workers.registration import MAX_TOKENS, NO_PATCH, CatalogSpec, Registration
-from kvrouter.router.model.workers.role import HandoverWay, Role, handover_problem, role_problem
+from kvrouter.router.model.workers.hash_algorithms import ALGORITHMS, DEFAULT_ALGO
+from kvrouter.router.model.workers.registration import NO_PATCH
 
 # Names become Redis keys, labels and log fields. A longer name is a mistake or an attack.
 MAX_NAME_CHARS = 512
@@ -26,15 +25,15 @@ MAX_NAME_CHARS = 512
 # Data-parallel ranks count from 0; vLLM's largest deployments have a few hundred.
 MAX_DP_RANK = 65_535
 
-SHAPE = "ID=HTTP_URL[,events=tcp://H:P][,replay=tcp://H:P][,model=NAME][,dp_rank=N][,KEY=VALUE...]"
-# Each with the least number that it may have.
-CATALOG_NUMBERS = {
-    "hash_block_size": 1,
-    "scheduler_block_size": 1,
-    "hash_lookahead_tokens": 0,
-    "offload_blocks_per_chunk": 1,
-}
-CATALOG_TEXTS = ("hash_algo", "none_hash", "none_hash_seed", "offload_connector")
+SHAPE = "[ID=]HTTP_URL[,events=tcp://H:P][,replay=tcp://H:P][,model=NAME][,dp_rank=N][,KEY=VALUE...]"
+HTTP = ("http://", "https://")
+
+# The keys that have another name as fields of `POST /register`.
+REGISTER_NAMES = {"events": "endpoint", "replay": "replay_endpoint", "patch": "patch_endpoint"}
+SPEC_NAMES = {"worker_id": "ID", "url": "HTTP_URL", **{field: key for key, field in REGISTER_NAMES.items()}}
+CATALOG_NUMBERS = ("hash_block_size", "scheduler_block_size", "hash_lookahead_tokens", "offload_blocks_per_chunk")
+CATALOG_KEYS = (*CATALOG_NUMBERS, "hash_algo", "none_hash", "none_hash_seed", "offload_connector")
+NUMBERS = ("dp_rank", "block_size", *CATALOG_NUMBERS)
 KEYS = (
     "events",
     "replay",
@@ -47,47 +46,8 @@ KEYS = (
     "role",
     "handover",
     "engine",
-    *CATALOG_NUMBERS,
-    *CATALOG_TEXTS,
+    *CATALOG_KEYS,
 )
-
-
-class WorkerSpec(msgspec.Struct, frozen=True):
-    """One worker of the flag `--worker` or of the settings."""
-
-    worker_id: str
-    url: str
-    # None stands for all ranks that the engine at `url` has.
-    dp_rank: int | None = None
-    # If this is None, the engine at `url` is queried for its model.
-    model: str | None = None
-    events: str | None = None
-    replay: str | None = None
-    block_size: int | None = None
-    lora_name: str | None = None
-    catalog: CatalogSpec | None = None
-    patch: str | None = None
-    patch_key: str | None = None
-    role: Role = Role.BOTH
-    handover: HandoverWay = HandoverWay.KV_TRANSFER_PARAMS
-    engine: str | None = None
-
-    def registration(self, model: str) -> Registration:
-        """Return the registration that this line stands for, as a worker of `model`; rank 0 if it names no rank."""
-        return Registration(
-            worker=WorkerKey(model, self.worker_id, self.dp_rank or 0),
-            events=self.events,
-            replay=self.replay,
-            url=self.url,
-            block_size=self.block_size,
-            lora_name=self.lora_name,
-            catalog=self.catalog,
-            patch=self.patch,
-            patch_key=self.patch_key,
-            role=self.role,
-            handover=self.handover,
-            engine=self.engine,
-        )
 
 
 def name_problem(name: str) -> str | None:
@@ -190,15 +150,18 @@ def connector_problem(name: str) -> str | None:
     return None if re.fullmatch(r"[A-Za-z_][\w.]{0,127}", name, re.ASCII) else wanted
 
 
-def parse_worker(spec: str) -> WorkerSpec:
-    """Read the line `spec`. Raises SettingError."""
+def body_of(spec: str) -> RegisterBody:
+    """Return the body of `POST /register` that the line `spec` stands for. Raises SettingError.
+
+    The values are not checked; `registration_of` does that.
+    """
     head, *pairs = spec.split(",")
     worker_id, separator, url = head.partition("=")
-    if not separator or not url:
+    if head.lower().startswith(HTTP) and not url.lower().startswith(HTTP):
+        worker_id, url = id_from_url(head), head
+    elif not separator or not url:
         raise SettingError(f"write {SHAPE}")
-    _check("ID", worker_id_problem(worker_id))
-    _check("HTTP_URL", url_problem(url))
-    values: dict[str, str] = {}
+    values: dict[str, Any] = {}
     for pair in pairs:
         key, separator, value = pair.partition("=")
         if not separator or not value:
@@ -207,58 +170,32 @@ def parse_worker(spec: str) -> WorkerSpec:
             raise SettingError(f"there is no key {key!r}; the keys are {', '.join(KEYS)}")
         if key in values:
             raise SettingError(f"{key} is given twice; give it once")
-        values[key] = value
-    for key in ("events", "replay"):
-        if key in values:
-            _check(key, endpoint_problem(values[key]))
-    if "patch" in values:
-        _check("patch", patch_problem(values["patch"]))
-    if "patch_key" in values:
-        _check("patch_key", patch_key_problem(values["patch_key"], values.get("patch")))
-    if "role" in values:
-        _check("role", role_problem(values["role"]))
-    if "handover" in values:
-        _check("handover", handover_problem(values["handover"]))
-    if "engine" in values:
-        _check("engine", engine_problem(values["engine"]))
-    if "model" in values:
-        _check("model", name_problem(values["model"]))
-    for key in ("lora_name", "none_hash_seed"):
-        _check(key, length_problem(values.get(key, "")))
-    if values.get("hash_algo", DEFAULT_ALGO) not in HASH_ALGOS:
-        raise SettingError(f"hash_algo must be one of {', '.join(HASH_ALGOS)}")
-    if "none_hash" in values:
-        _check("none_hash", none_hash_problem(values["none_hash"], values.get("hash_algo")))
-        values["none_hash"] = plain_none_hash(values["none_hash"])
-    if "offload_connector" in values:
-        _check("offload_connector", connector_problem(values["offload_connector"]))
-    catalog: dict[str, str | int] = {key: values[key] for key in CATALOG_TEXTS if key in values}
-    catalog |= {key: _number(values, key, least) for key, least in CATALOG_NUMBERS.items() if key in values}
-    return WorkerSpec(
-        worker_id=worker_id,
-        url=url,
-        dp_rank=_number(values, "dp_rank", least=0, most=MAX_DP_RANK) if "dp_rank" in values else None,
-        model=values.get("model"),
-        events=values.get("events"),
-        replay=values.get("replay"),
-        block_size=_number(values, "block_size") if "block_size" in values else None,
-        lora_name=values.get("lora_name"),
-        catalog=msgspec.convert(catalog, CatalogSpec) if catalog else None,
-        patch=values.get("patch"),
-        patch_key=values.get("patch_key"),
-        role=Role(values.get("role", Role.BOTH)),
-        handover=HandoverWay(values.get("handover", HandoverWay.KV_TRANSFER_PARAMS)),
-        engine=values.get("engine"),
-    )
+        values[key] = _number(key, value) if key in NUMBERS else value
+    if "replay" in values and "events" not in values:
+        raise SettingError("replay needs events: the router cannot replay the events of a stream that it does not read")
+    fields = {REGISTER_NAMES.get(key, key): value for key, value in values.items() if key not in CATALOG_KEYS}
+    if catalog := {key: value for key, value in values.items() if key in CATALOG_KEYS}:
+        fields["catalog"] = catalog
+    return msgspec.convert({"worker_id": worker_id, "url": url, **fields}, RegisterBody)
 
 
-def _number(values: dict[str, str], key: str, least: int = 1, most: int = MAX_TOKENS) -> int:
-    text = values[key]
-    if not re.fullmatch(r"[0-9]{1,10}", text) or not least <= int(text) <= most:
-        raise SettingError(f"{key} must be a whole number, {least} to {most}")
+def id_from_url(url: str) -> str:
+    """Return the id of a worker that is given by its address alone: host and port, like `10.0.0.5:8000`."""
+    try:
+        host_and_port = urlsplit(url).netloc
+    except ValueError:
+        host_and_port = ""
+    # The check of the address says what is wrong with one that has no host.
+    return host_and_port or url
+
+
+def in_words_of_spec(message: str) -> str:
+    """Return an error message about a field of `POST /register` with the name that the field has in a SPEC."""
+    field, separator, rest = message.partition(" ")
+    return f"{SPEC_NAMES.get(field, field.removeprefix('catalog.'))}{separator}{rest}"
+
+
+def _number(key: str, text: str) -> int:
+    if not re.fullmatch(r"-?[0-9]{1,10}", text):
+        raise SettingError(f"{key} must be a whole number")
     return int(text)
-
-
-def _check(what: str, problem: str | None) -> None:
-    if problem:
-        raise SettingError(f"{what} {problem}")

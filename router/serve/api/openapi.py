@@ -51,6 +51,7 @@ SCHEMAS = (
     registrations.WorkerPatch,
     registrations.RegisteredReply,
     registrations.DescribedReply,
+    registrations.ChangedReply,
     worker_status.WorkersReply,
     decisions.DecisionReply,
     decisions.DecisionsReply,

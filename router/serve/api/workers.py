@@ -10,11 +10,18 @@ import msgspec
 from fastapi import APIRouter, Query, Request, Response
 from starlette.convertors import Convertor, register_url_convertor
 
-from kvrouter.contract.registrations import DescribedReply, RegisterBody, RegisteredReply, UnregisterBody, WorkerPatch
+from kvrouter.contract.registrations import (
+    ChangedReply,
+    DescribedReply,
+    RegisterBody,
+    RegisteredReply,
+    UnregisterBody,
+    WorkerPatch,
+)
 from kvrouter.contract.worker_status import WorkersReply, WorkerStatus
 from kvrouter.router.base.common.errors import Conflict, UnknownWorker
 from kvrouter.router.base.common.ids import WorkerKey
-from kvrouter.router.model.workers.registration import UNKNOWN_MODEL, Registration
+from kvrouter.router.model.workers.registration import BASE_PATH_LEFT_OUT, UNKNOWN_MODEL, Registration
 from kvrouter.router.model.workers.registration_from_body import (
     dp_rank_of,
     model_of,
@@ -99,6 +106,18 @@ def worker_routes(
             and model in (None, registration.worker.model)
         ]
 
+    def unknown(worker_id: str, dp_rank: int | None, model: str | None) -> UnknownWorker:
+        """Return the error for a worker that is not registered, which a source may list nevertheless."""
+        for status in () if sources is None else sources.statuses():
+            if status.worker_id == worker_id:
+                place = PLACES.get(status.source, status.source)
+                return UnknownWorker(f"worker {worker_id!r} is not registered yet: change it in {place}")
+        rank = "" if dp_rank is None else f" rank {dp_rank}"
+        of_model = "" if model is None else f" of model {model!r}"
+        return UnknownWorker(
+            f"no worker {worker_id!r}{rank}{of_model} is registered; GET /workers lists those that are"
+        )
+
     async def drop(
         worker_id: str, dp_rank: int | None, model: str | None
     ) -> tuple[Registration | None, RegisteredReply]:
@@ -106,16 +125,16 @@ def worker_routes(
         registrations = named(worker_id, dp_rank, model)
         dropped = await core.unregister(worker_id, dp_rank, model)
         if not dropped:
-            raise UnknownWorker(missing(worker_id, dp_rank, model))
+            raise unknown(worker_id, dp_rank, model)
         given_id = registrations[0].given_id if registrations else worker_id
         return registrations[0] if registrations else None, RegisteredReply(
             status="ok", worker_id=given_id, dropped=dropped
         )
 
     async def add(request: Request) -> tuple[Registration, bool]:
-        """Register the workers of a body. Return the first registration, and whether an engine completed the body."""
+        """Register the workers of a body. Return the first one with its note, and whether it differs from the body."""
         registrations: list[Registration] = []
-        learned = False
+        learned, note = False, ""
         for body in registrations_in(await read(request, register_reader)):
             if sources is None:
                 registrations.append(registration_of(body))
@@ -125,11 +144,13 @@ def worker_routes(
                 completed = await sources.complete(requested, any_rank=body.dp_rank is None)
                 learned |= completed != [requested]
                 registrations += completed
+            if body.url != registrations[-1].url:
+                learned, note = True, BASE_PATH_LEFT_OUT
         for registration in registrations:
             # Engines may register repeatedly and must not undo an operator's PATCH.
             draining = core.is_draining(registration.worker)
             await core.register(msgspec.structs.replace(registration, draining=draining))
-        return registrations[0], learned
+        return msgspec.structs.replace(registrations[0], note=registrations[0].note or note), learned
 
     async def register(request: Request) -> Response:
         """Register a worker. The same registration again changes nothing.
@@ -208,7 +229,7 @@ def worker_routes(
             if dp_rank in (None, status.dp_rank) and model in (None, status.model)
         ]
         if not statuses:
-            raise UnknownWorker(missing(worker_id, dp_rank, model))
+            raise unknown(worker_id, dp_rank, model)
         return respond(request, WorkersReply(statuses))
 
     @router.patch(
@@ -216,7 +237,7 @@ def worker_routes(
         summary="Change a worker",
         operation_id="change_worker",
         openapi_extra=takes(WorkerPatch),
-        responses=gives(DescribedReply, 400, 403, 404, 409, 413, 429, 503),
+        responses=gives(ChangedReply, 400, 403, 404, 409, 413, 429, 503),
     )
     async def patch(request: Request, worker_id: str) -> Response:
         """Change a worker. Absent fields stay; null unsets. Without dp_rank all ranks change."""
@@ -224,7 +245,7 @@ def worker_routes(
         model, dp_rank = model_of(body), dp_rank_of(body.dp_rank)
         registrations = named(worker_id, dp_rank, model)
         if not registrations:
-            raise UnknownWorker(missing(worker_id, dp_rank, model))
+            raise unknown(worker_id, dp_rank, model)
         if len(registrations) > 1 and not (body.endpoint is msgspec.UNSET and body.replay_endpoint is msgspec.UNSET):
             # Each rank has its own stream: one endpoint for all would count its blocks for each rank.
             raise Conflict(
@@ -245,7 +266,23 @@ def worker_routes(
                 )
         for _, changed in changes:
             await core.register(changed)
-        return respond(request, _described(changes[0][1]))
+        changed = changes[0][1]
+        note = "" if body.url in (msgspec.UNSET, changed.url) else BASE_PATH_LEFT_OUT
+        of_changed = changed.worker.dp_rank, changed.worker.model
+        described = _described(msgspec.structs.replace(changed, note=changed.note or note))
+        status = next((row for row in core.statuses(worker_id) if (row.dp_rank, row.model) == of_changed), None)
+        if status is None:
+            # Another request dropped the worker in the meantime.
+            raise unknown(worker_id, dp_rank, model)
+        return respond(
+            request,
+            ChangedReply(
+                **msgspec.structs.asdict(described),
+                state=status.state,
+                draining=status.draining,
+                draining_s=status.draining_s,
+            ),
+        )
 
     @router.delete(
         "/workers/{worker_id:name}",
@@ -278,10 +315,3 @@ def _described(registration: Registration, dropped: int | None = None) -> Descri
         block_size=registration.block_size,
         note=registration.note or None,
     )
-
-
-def missing(worker_id: str, dp_rank: int | None, model: str | None) -> str:
-    """Return the error text for a worker that is not registered."""
-    rank = "" if dp_rank is None else f" rank {dp_rank}"
-    of_model = "" if model is None else f" of model {model!r}"
-    return f"no worker {worker_id!r}{rank}{of_model} is registered; GET /workers lists those that are"

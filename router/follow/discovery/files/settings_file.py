@@ -13,8 +13,8 @@ from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.follow.discovery.candidate import Candidate, candidate_of
 from kvrouter.router.model.config.loading import Origin, load_config
 from kvrouter.router.model.config.settings import ENV_PREFIX, FIELDS, Config
+from kvrouter.router.model.workers.listed_worker import listed_worker
 from kvrouter.router.model.workers.source_precedence import CONFIG
-from kvrouter.router.model.workers.worker_spec import parse_worker
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class SettingsFile:
         self._compare(config)
         if overridden(self._origin, self._environ) or WORKERS not in (yaml.safe_load(text) or {}):
             return None
-        return [candidate_of(parse_worker(spec), CONFIG) for spec in config.workers]
+        return [candidate_of(listed_worker(entry), CONFIG) for entry in config.workers]
 
     def _compare(self, config: Config) -> None:
         """Log which settings differ from those at the start, if their set changed since the last log."""

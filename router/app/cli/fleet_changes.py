@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands that change the fleet: `kvrouter add` and `remove`, and `drain` and `undrain`.
+
+Each looks the worker up, makes one call, and prints a sentence, or with --json a row, for each of the worker's ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Annotated, Any
+from urllib.parse import quote, urlencode
+
+import msgspec
+import typer
+
+from kvrouter.router.app.cli.api_client import Client, ClientError
+from kvrouter.router.app.cli.options import AsJson, with_router
+from kvrouter.router.app.cli.output import print_json, shaped
+from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.model.config.settings import without_password
+from kvrouter.router.model.workers.listed_worker import listed_worker
+from kvrouter.router.model.workers.registration import UNKNOWN_MODEL
+from kvrouter.router.model.workers.source_precedence import PLACES, REGISTER
+from kvrouter.router.model.workers.worker_spec import body_of
+
+Row = dict[str, Any]
+
+ACTIVE, DRAINING = "active", "draining"
+# No worker's id has this end, because `w0@3` names rank 3 of `w0` everywhere.
+RANKED = re.compile(r"(?P<id>.*)@(?P<rank>[0-9]{1,9})", re.DOTALL)
+
+# Hidden, because the list of arguments would show the type of Python, too; the docstrings describe them.
+Spec = Annotated[str, typer.Argument(metavar="SPEC", hidden=True)]
+Worker = Annotated[str, typer.Argument(metavar="ID", hidden=True)]
+Model = Annotated[
+    str | None, typer.Option("--model", "-m", metavar="NAME", help="only the worker's part of this model")
+]
+
+
+@with_router
+def add(spec: Spec, as_json: AsJson = False, *, client: Client) -> None:
+    """Register a worker by its address.
+
+    SPEC is HTTP_URL or ID=HTTP_URL, with the same KEY=VALUE pairs as for `kvrouter serve --worker`: w2=http://10.0.0.5:8000.
+    The router queries the engine for the rest.
+    """
+    try:
+        registration = listed_worker(spec).registration
+    except SettingError as error:
+        raise SettingError(f"{without_password(spec)!r}: {error.message}") from None
+    body = {name: value for name, value in msgspec.to_builtins(body_of(spec)).items() if value is not None}
+    selection = {name: body[name] for name in ("dp_rank",) if name in body}
+    wanted = {"url": registration.url, "role": registration.role.value, "handover": registration.handover.value}
+    if registration.worker.model != UNKNOWN_MODEL:
+        wanted["model"] = registration.worker.model
+    worker_id = registration.worker.worker_id
+    before = _rows(client, worker_id, selection, or_none=True)
+    for row in before:
+        differing = shaped(lambda: [name for name, value in wanted.items() if row[name] != value])  # noqa: B023
+        if differing:
+            place = f"change it in {PLACES[row['source']]}"
+            fix = f"`kvrouter remove {worker_id}` first" if row["source"] == REGISTER else place
+            raise ClientError(
+                f"worker {worker_id!r} is there already, with {differing[0]} {row[differing[0]]}: {fix}, or choose another id"
+            )
+    note = client.call("POST", "/register", body).get("note")
+    loads = client.call("GET", "/loads")
+    rows = _rows(client, worker_id, selection)
+
+    def sentence(row: Row) -> str:
+        reason = f": {row['reason']}" if row["reason"] else ""
+        return f"is registered{' already' if before else ''} at {row['url']}; its state is {row['state']}{reason}"
+
+    _print(rows, loads, sentence, as_json)
+    if note and not as_json and not any(note in row["reason"] for row in rows):
+        print(f"note: {note}")
+
+
+@with_router
+def remove(worker: Worker, model: Model = None, as_json: AsJson = False, *, client: Client) -> None:
+    """Drop a worker and its index. It gets no new requests; those in flight end as usual.
+
+    ID is the worker's, as `kvrouter workers` shows it; w0@3 is one rank.
+    """
+    worker_id, selection = _selected(worker, model)
+    before, loads = _rows(client, worker_id, selection), client.call("GET", "/loads")
+    client.call("POST", "/unregister", {"worker_id": worker_id} | selection)
+    _print(before, loads, lambda row: f"is removed: it gets no new requests; {_in_flight(row)}", as_json)
+
+
+@with_router
+def drain(worker: Worker, model: Model = None, as_json: AsJson = False, *, client: Client) -> None:
+    """Give a worker no new requests. Those in flight end as usual; nothing waits for them.
+
+    ID is the worker's, as `kvrouter workers` shows it; w0@3 is one rank.
+    """
+
+    def sentence(row: Row) -> str:
+        return f"drains{' already' if row['draining'] else ''}: it gets no new requests; {_in_flight(row)}"
+
+    _set_state(client, worker, model, DRAINING, sentence, as_json)
+
+
+@with_router
+def undrain(worker: Worker, model: Model = None, as_json: AsJson = False, *, client: Client) -> None:
+    """Give a worker requests again.
+
+    ID is the worker's, as `kvrouter workers` shows it; w0@3 is one rank.
+    """
+
+    def sentence(row: Row) -> str:
+        text = "gets requests again" if row["draining"] else "was not draining: it gets requests"
+        return f"{text}, once its engine answers: it is down" if row["state"] == "down" else text
+
+    _set_state(client, worker, model, ACTIVE, sentence, as_json)
+
+
+def _set_state(
+    client: Client, worker: str, model: str | None, state: str, sentence: Callable[[Row], str], as_json: bool
+) -> None:
+    worker_id, selection = _selected(worker, model)
+    before = _rows(client, worker_id, selection)
+    client.call("PATCH", _path(worker_id), {"state": state} | selection)
+    _print(before, client.call("GET", "/loads"), sentence, as_json, draining=state == DRAINING)
+
+
+def _selected(worker: str, model: str | None) -> tuple[str, Row]:
+    """Return the worker's id, and the rank and the model that limit a call to a part of the worker."""
+    ranked = RANKED.fullmatch(worker)
+    worker_id, dp_rank = (worker, None) if ranked is None else (ranked["id"], int(ranked["rank"]))
+    return worker_id, {name: value for name, value in (("dp_rank", dp_rank), ("model", model)) if value is not None}
+
+
+def _path(worker_id: str) -> str:
+    return f"/workers/{quote(worker_id, safe='')}"
+
+
+def _rows(client: Client, worker_id: str, selection: Row, *, or_none: bool = False) -> list[Row]:
+    """Return the entries of the worker's ranks. Raises ClientError if there are none, unless `or_none`."""
+    try:
+        answer = client.call("GET", _path(worker_id) + (f"?{urlencode(selection)}" if selection else ""))
+    except ClientError as error:
+        if or_none and error.status == HTTPStatus.NOT_FOUND:
+            return []
+        raise
+    return shaped(lambda: list(answer["workers"]))  # type: ignore[no-any-return]
+
+
+def _print(
+    rows: list[Row], loads: list[Row], sentence: Callable[[Row], str], as_json: bool, draining: bool | None = None
+) -> None:
+    """Print what `sentence` says of each row, or the rows as JSON. `draining` is the new state if it changed."""
+    from kvrouter.router.app.cli.tables import plain, worker_name
+    from kvrouter.router.app.cli.worker_table import loads_by_worker
+
+    load_of = shaped(lambda: loads_by_worker(loads))
+    texts, shown = [], []
+    for row in rows:
+        load = load_of.get((row["model"], row["worker_id"], row["dp_rank"]), {"active_requests": 0})
+        counted = row | {"active_requests": load["active_requests"]}
+        texts.append(shaped(lambda: f"{worker_name(row)} (model {plain(row['model'])}) {sentence(counted)}"))  # noqa: B023
+        fields = {name: counted[name] for name in ("worker_id", "dp_rank", "model", "url", "state", "active_requests")}
+        shown.append(fields | {"draining": row["draining"] if draining is None else draining})
+    if as_json:
+        print_json({"workers": shown})
+        return
+    for text in texts:
+        print(plain(text))
+
+
+def _in_flight(row: Row) -> str:
+    count = row["active_requests"]
+    flying = {0: "none is in flight there", 1: "1 is in flight there"}
+    return flying.get(count, f"{count} are in flight there")
