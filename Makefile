@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # mypy sees a namespace package only through real files: the strict mode links each one.
 STRICT := --config-settings editable_mode=strict
 
-.PHONY: help demo test test-all test-uncompiled test-engine fuzz sanitize chaos takeover soak live-proof choice-live floods lint format chart-readme http-page bench bench-peers docs audit lock sbom image-check clean
+.PHONY: help demo test test-all test-uncompiled test-engine fuzz sanitize chaos takeover soak live-proof choice-live floods fault-walk lint format chart-readme http-page bench bench-peers docs audit lock sbom image-check clean
 
 help:
 	@echo "make demo         install into .venv and watch the router predict what four replicas reuse"
@@ -24,6 +24,7 @@ help:
 	@echo "make floods       one bad event source, many idle clients of /events: memory, descriptors and latency (minutes)"
 	@echo "make live-proof  power failures, lost stores and restarts: no router says live without proof"
 	@echo "make choice-live  the choice over HTTP: cold chats, a popular system prompt, a restart; by policy, sim or vLLM"
+	@echo "make fault-walk   each fault of an operator, and what kvrouter doctor says of it, how soon (minutes)"
 	@echo "make lint         ruff, mypy, spelling and plain words"
 	@echo "make chart-readme renew the table of values in the Helm chart's README"
 	@echo "make bench-peers  beside dynamo.indexer, dynamo.select_service, vllm-router and llm-d's layout in Redis"
@@ -105,6 +106,10 @@ live-proof: $(VENV)/installed
 # ARGS: --world finding|hot|restart, --engine sim|vllm, --no-patch, --policy NAME, --seed N, --json FILE.
 choice-live: $(VENV)/installed
 	$(BIN)/python -m benchmarks.choice_live $(ARGS)
+
+# ARGS: --only N, --json FILE.
+fault-walk: $(VENV)/installed
+	$(BIN)/python -m benchmarks.fault_walk $(ARGS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The problems of a fleet: the answer of `/diagnosis`."""
+"""The problems of a fleet, and the meaning of their codes: the answers of `/diagnosis`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,19 @@ class Severity(StrEnum):
     NOTE = "note"
 
 
+# Descriptions of fields that findings and explanations have.
+CODE, SEVERITY, PROBLEM = "the kind of problem", "error, warning or note", "what is wrong"
+
+
 class Finding(msgspec.Struct, frozen=True):
     """One problem that a diagnosis found."""
 
-    code: Annotated[str, Meta(description="the kind of problem; `kvrouter doctor --explain CODE` explains it")]
-    severity: Annotated[Severity, Meta(description="error, warning or note")]
+    code: Annotated[str, Meta(description=f"{CODE}; `/diagnosis/CODE` explains it")]
+    severity: Annotated[Severity, Meta(description=SEVERITY)]
     subject: Annotated[str, Meta(description="what it is about: a worker, the store, the router")]
-    problem: Annotated[str, Meta(description="what is wrong")]
+    problem: Annotated[str, Meta(description=PROBLEM)]
     evidence: Annotated[str, Meta(description="the facts that show it, as a sentence")]
-    fix: Annotated[str, Meta(description="the command or flag that mends it, with ROUTER for this router's address")]
+    fix: Annotated[str, Meta(description="how to fix it: a command or a flag, with ROUTER for this router's address")]
     page: Annotated[str, Meta(description="where the code is listed")]
 
 
@@ -41,3 +45,13 @@ class DiagnosisReport(msgspec.Struct, frozen=True):
     routers: Annotated[int, Meta(description="router processes that this one knows of")]
     checks: Annotated[int, Meta(description="codes that a diagnosis can report")]
     findings: Annotated[list[Finding], Meta(description="what was found, the gravest first")]
+
+
+class ExplainedCode(msgspec.Struct, frozen=True):
+    """The meaning of one code in general."""
+
+    code: Annotated[str, Meta(description=CODE)]
+    severity: Annotated[Severity, Meta(description=f"{SEVERITY}, in most cases")]
+    problem: Annotated[str, Meta(description=PROBLEM)]
+    cause: Annotated[str, Meta(description="why the problem arises, and its effect")]
+    remedy: Annotated[str, Meta(description="how to remove it")]

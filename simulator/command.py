@@ -17,9 +17,11 @@ import msgspec
 import typer
 import zmq
 
+from kvrouter.simulator.cache.hashing import DEFAULT_SEED
 from kvrouter.simulator.cache.shapes import SHAPES, UnsupportedGeometry, make_geometry
 from kvrouter.simulator.engine.replica import DEFAULT_CHUNK_TOKENS, DEFAULT_MAX_RUNNING, DEFAULT_MAX_TEXT_TOKENS
 from kvrouter.simulator.engine.timing import INSTANT, Timing
+from kvrouter.simulator.http.engine_flags import EngineFlags
 from kvrouter.simulator.http.faults import Faults
 from kvrouter.simulator.http.server import ANY_PORT, ReplicaServer, ServerThread
 
@@ -62,6 +64,13 @@ def _servers(
     timing = INSTANT
     if not options.instant:
         timing = Timing(options.prefill_rate, options.step_ms / 1e3, options.decode_ms / 1e3, options.load_rate)
+    flags = EngineFlags(
+        api_key=options.api_key,
+        kv_events=not options.no_kv_events,
+        prefix_caching=not options.no_prefix_caching,
+        prompt_tokens_details=not options.no_prompt_tokens_details,
+        hash_seed=options.hash_seed,
+    )
     servers = []
     for n in range(options.replicas):
         server = ReplicaServer(
@@ -80,6 +89,7 @@ def _servers(
             max_text_tokens=options.max_text_tokens,
             dp_rank=options.dp_rank,
             event_sources=not options.no_event_sources,
+            flags=flags,
         )
         undo.callback(server.release)
         servers.append(server)
@@ -144,6 +154,15 @@ def sim(
     no_event_sources: Annotated[
         bool, _switch("do not serve /kv_event_sources, as vLLM before 0.31", "--no-event-sources")
     ] = False,
+    no_kv_events: Annotated[bool, _switch("publish no events", "--no-kv-events")] = False,
+    no_prefix_caching: Annotated[bool, _switch("keep no block for later prompts", "--no-prefix-caching")] = False,
+    no_prompt_tokens_details: Annotated[
+        bool, _switch("do not report cached tokens in usage", "--no-prompt-tokens-details")
+    ] = False,
+    hash_seed: Annotated[
+        str, _help("seed of the block hashes, as PYTHONHASHSEED", metavar="SEED")
+    ] = DEFAULT_SEED,
+    api_key: Annotated[str | None, _help("answer 401 below /v1 without this key", metavar="KEY")] = None,
     instant: Annotated[bool, _switch("steps take no time", "--instant")] = False,
     prefill_rate: Annotated[float, _help("prefill rate, tokens/s")] = DEFAULT.prefill_tokens_per_s,
     step_ms: Annotated[float, _help("time of a step without tokens, ms")] = DEFAULT.step_base_s * 1e3,

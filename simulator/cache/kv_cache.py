@@ -18,7 +18,15 @@ from kvrouter.simulator.cache.shapes import Geometry
 class KVCache:
     """A block pool and the groups that share it."""
 
-    def __init__(self, geometry: Geometry, num_blocks: int, *, chunk_tokens: int, max_text_tokens: int) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        num_blocks: int,
+        *,
+        chunk_tokens: int,
+        max_text_tokens: int,
+        keeps_blocks: bool = True,
+    ) -> None:
         """Create an empty cache.
 
         Args:
@@ -26,11 +34,13 @@ class KVCache:
             num_blocks: Blocks of the pool, the null block included.
             chunk_tokens: The most tokens that a step computes.
             max_text_tokens: The length of the longest text that is served.
+            keeps_blocks: Whether later requests can reuse blocks. Otherwise none becomes findable.
         """
         self.geometry = geometry
         self.pool = BlockPool(num_blocks)
         self.groups: list[Group] = [make_group(i, geometry, self.pool) for i in range(len(geometry.groups))]
         self._chunk_tokens = chunk_tokens
+        self._keeps_blocks = keeps_blocks
         self._caps = [group.admission_cap(chunk_tokens, max_text_tokens) for group in self.groups]
         self._nothing = PrefixHit(tuple([] for _ in self.groups), 0, 0)
 
@@ -114,6 +124,8 @@ class KVCache:
 
     def commit(self, job: Job, tokens: int) -> None:
         """Make the full blocks of the first `tokens` tokens findable."""
+        if not self._keeps_blocks:
+            return
         cacheable = min(tokens, job.text.num_tokens)
         if len(self.groups) > 1:
             # A hit of several groups ends only at multiples of this, so no key is useful beyond the last one yet.

@@ -76,11 +76,21 @@ class Replica:
         max_running: int = DEFAULT_MAX_RUNNING,
         max_text_tokens: int = DEFAULT_MAX_TEXT_TOKENS,
         hash_seed: str = DEFAULT_SEED,
+        # Whether blocks can be reused, as with vLLM's --enable-prefix-caching.
+        prefix_caching: bool = True,
         sample: Callable[[Sequence[int]], int] = next_token,
     ) -> None:
-        """Create an idle replica. Raises ValueError for a size that is too small."""
+        """Create an idle replica. Raises ValueError for a size that is too small, or a CPU tier without caching."""
+        if cpu_chunks and not prefix_caching:
+            raise ValueError("a CPU tier needs prefix caching; leave out one of the two flags")
         self.geometry = geometry
-        self.cache = KVCache(geometry, num_blocks, chunk_tokens=chunk_tokens, max_text_tokens=max_text_tokens)
+        self.cache = KVCache(
+            geometry,
+            num_blocks,
+            chunk_tokens=chunk_tokens,
+            max_text_tokens=max_text_tokens,
+            keeps_blocks=prefix_caching,
+        )
         self.offload = Offload(self.cache, cpu_chunks) if cpu_chunks else None
         self.scheduler = Scheduler(self.cache, max_running=max_running, chunk_tokens=chunk_tokens, offload=self.offload)
         self.max_text_tokens = max_text_tokens

@@ -30,6 +30,7 @@ from kvrouter.simulator.http.bodies import (
     TokenizeBody,
     prompt_of,
 )
+from kvrouter.simulator.http.engine_flags import EngineFlags
 from kvrouter.simulator.http.event_stream import EventStream
 from kvrouter.simulator.http.faults import Faults
 from kvrouter.simulator.http.messages import CountBody, MessageAnswer, MessagesBody, chat_of, message_error
@@ -66,6 +67,7 @@ class Api:
         life: EngineLife,
         *,
         model: str,
+        flags: EngineFlags,
         # Host and port of HTTP.
         address: tuple[str, int],
         # The endpoints of events and replay.
@@ -88,6 +90,7 @@ class Api:
         self._restart = restart
         self._dp_rank = dp_rank
         self._event_sources = event_sources
+        self._flags = flags
         self._numbers = itertools.count(1)
         self._fail = 0
         self._fail_status = 500
@@ -122,6 +125,7 @@ class Api:
                 request.transport.abort()
             return web.Response(status=503)
         try:
+            self._check_key(request)
             return await handler(request)
         except Refused as refusal:
             body = error(refusal.status, str(refusal))
@@ -130,6 +134,16 @@ class Api:
             return json_response(body, refusal.status)
         except web.HTTPRequestEntityTooLarge:
             return json_response(error(413, f"the body is larger than {MAX_BODY_BYTES} bytes"), 413)
+
+    def _check_key(self, request: web.Request) -> None:
+        """Raise Refused for a request below /v1 without the API key, as vLLM's AuthenticationMiddleware."""
+        key = self._flags.api_key
+        if (
+            key is not None
+            and request.path.startswith("/v1")
+            and request.headers.get("authorization") != f"Bearer {key}"
+        ):
+            raise Refused(401, "Unauthorized")
 
     async def read(self, request: web.Request, kind: type[Body]) -> Body:
         """Return the decoded body. Raises Refused."""
@@ -233,11 +247,16 @@ class Api:
                 if body.stream:
                     return await self._stream(request, body, answer, job, tokens, finish)
                 sampled = [token async for token in tokens]
-                counted = usage(job.prompt_tokens, len(sampled), handover.cached_tokens(job, body.kv_transfer_params))
+                counted = self._usage(job, len(sampled), body)
                 left = handover.given(
                     job, engine_id=f"{self._host}:{self._port}", request_id=answer.id, host=self._host, port=self._port
                 )
                 return web.Response(body=answer.whole(sampled, finish, counted, left), content_type="application/json")
+
+    def _usage(self, job: Job, completion_tokens: int, body: GenerationBody) -> dict[str, Any]:
+        is_told = self._flags.prompt_tokens_details
+        cached = handover.cached_tokens(job, body.kv_transfer_params) if is_told else None
+        return usage(job.prompt_tokens, completion_tokens, cached)
 
     async def _stream(
         self,
@@ -253,8 +272,7 @@ class Api:
         number = 0
         async for token in tokens:
             number += 1
-            cached = handover.cached_tokens(job, body.kv_transfer_params)
-            counted = usage(job.prompt_tokens, number, cached)
+            counted = self._usage(job, number, body)
             if number == 1:
                 # Not before: until the first token, an error can still be an error status.
                 await response.prepare(request)
@@ -302,7 +320,7 @@ class Api:
     async def _kv_event_sources(self, _: web.Request) -> web.Response:
         # vLLM 0.32.0 config/kv_events.py, with its defaults; one entry for each data-parallel rank.
         config = {
-            "enable_kv_cache_events": True,
+            "enable_kv_cache_events": self._flags.kv_events,
             "publisher": "zmq",
             "endpoint": self._events,
             "replay_endpoint": self._replay,
@@ -320,7 +338,8 @@ class Api:
         return json_response({"version": VERSION})
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        page = metrics_page(self.life.engine, self.model, self.life.started_s, self._dp_rank)
+        life, caches = self.life, self._flags.prefix_caching
+        page = metrics_page(life.engine, self.model, life.started_s, self._dp_rank, prefix_caching=caches)
         return web.Response(body=page, content_type="text/plain", charset="utf-8")
 
     async def _set_faults(self, request: web.Request) -> web.Response:

@@ -58,7 +58,13 @@ class EventStream:
     """A sender of each step's events as one batch. The owner of the publisher closes the publisher."""
 
     def __init__(
-        self, geometry: Geometry, publisher: EventPublisher, *, clock: Callable[[], float], dp_rank: int = 0
+        self,
+        geometry: Geometry,
+        publisher: EventPublisher,
+        *,
+        clock: Callable[[], float],
+        dp_rank: int = 0,
+        is_published: bool = True,
     ) -> None:
         """Create a sender.
 
@@ -67,15 +73,19 @@ class EventStream:
             publisher: Sends the batches.
             clock: Wall clock in seconds, for the timestamps of batches.
             dp_rank: The data-parallel rank in each batch.
+            is_published: Whether anything is sent. The publisher's sockets stay open without it.
         """
         self._geometry = geometry
         self._publisher = publisher
         self._clock = clock
         self._dp_rank = dp_rank
+        self._is_published = is_published
         self._lose = 0
 
     def send(self, events: list[CacheEvent]) -> None:
         """Queue one batch. Blocks only while the publisher's queue is full, as vLLM does."""
+        if not self._is_published:
+            return
         if self._lose:
             self._lose -= 1
             self._publisher.skip_seq()

@@ -138,7 +138,7 @@ def _reason(finish: Finish) -> str:
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
     """Return Anthropic's usage, whose input is the tokens that were not read from the cache."""
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    cached = (usage["prompt_tokens_details"] or {"cached_tokens": 0})["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"] - cached,
         "output_tokens": usage["completion_tokens"],

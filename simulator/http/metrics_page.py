@@ -14,10 +14,17 @@ from kvrouter.simulator.engine.realtime import Engine
 class _Page:
     """A collector that reads an engine's state when it is scraped, so that no metric has to be kept up to date."""
 
-    def __init__(self, engine: Engine, model: str, started_s: float, dp_rank: int) -> None:
+    def __init__(self, engine: Engine, model: str, started_s: float, dp_rank: int, prefix_caching: bool) -> None:
         self._engine = engine
         self._labels = (model, str(dp_rank))
         self._started_s = started_s
+        # Fields of vLLM's CacheConfig, as Python prints them.
+        self._cache_config = {
+            "block_size": str(engine.replica.geometry.scheduler_block_size),
+            "enable_prefix_caching": str(prefix_caching),
+            "engine": str(dp_rank),
+            "num_gpu_blocks": str(engine.replica.pool.num_blocks),
+        }
 
     def collect(self) -> Iterator[Metric]:
         engine = self._engine
@@ -46,6 +53,11 @@ class _Page:
             counter = CounterMetricFamily(f"vllm:{name}", help_text, labels=("model_name", "engine"))
             counter.add_metric(self._labels, value)
             yield counter
+        cache_config = GaugeMetricFamily(
+            "vllm:cache_config_info", "Information of the LLMEngine CacheConfig.", labels=tuple(self._cache_config)
+        )
+        cache_config.add_metric(tuple(self._cache_config.values()), 1)
+        yield cache_config
         # prometheus_client's own collector would report when this process began; here many replicas live in one
         # process.
         yield GaugeMetricFamily(
@@ -53,8 +65,10 @@ class _Page:
         )
 
 
-def metrics_page(engine: Engine, model: str, started_s: float, dp_rank: int = 0) -> bytes:
+def metrics_page(
+    engine: Engine, model: str, started_s: float, dp_rank: int = 0, *, prefix_caching: bool = True
+) -> bytes:
     """Return the page as Prometheus text; `started_s` is the wall-clock time at which this replica's life began."""
     registry = CollectorRegistry()
-    registry.register(_Page(engine, model, started_s, dp_rank))
+    registry.register(_Page(engine, model, started_s, dp_rank, prefix_caching))
     return generate_latest(registry)

@@ -70,16 +70,17 @@ class Answer:
         return b"data: " + msgspec.json.encode({"object": self._piece, **self._head, **body}) + b"\n\n"
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> dict[str, Any]:
     """Return the usage of a request.
 
-    `cached_tokens` of the prompt were not computed (vLLM with --enable-prompt-tokens-details).
+    `cached_tokens` of the prompt were not computed; None: this is not reported (vLLM without
+    --enable-prompt-tokens-details).
     """
     return {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "completion_tokens": completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens_details": None if cached_tokens is None else {"cached_tokens": cached_tokens},
     }
 
 

@@ -26,6 +26,7 @@ from kvrouter.simulator.engine.replica import (
 )
 from kvrouter.simulator.engine.timing import INSTANT, Timing
 from kvrouter.simulator.http.api import Api, EngineLife
+from kvrouter.simulator.http.engine_flags import RECOMMENDED, EngineFlags
 from kvrouter.simulator.http.event_stream import EventStream
 from kvrouter.simulator.http.faults import Faults
 from kvrouter.simulator.http.held_ports import held_ports
@@ -72,6 +73,7 @@ class ReplicaServer:
         dp_rank: int = 0,
         # Whether /kv_event_sources exists.
         event_sources: bool = True,
+        flags: EngineFlags = RECOMMENDED,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -88,10 +90,12 @@ class ReplicaServer:
                 chunk_tokens=chunk_tokens,
                 max_running=max_running,
                 max_text_tokens=max_text_tokens,
+                hash_seed=flags.hash_seed,
+                prefix_caching=flags.prefix_caching,
             )
 
         def make_life() -> EngineLife:
-            stream = EventStream(geometry, self.publisher, clock=clock, dp_rank=dp_rank)
+            stream = EventStream(geometry, self.publisher, clock=clock, dp_rank=dp_rank, is_published=flags.kv_events)
             return EngineLife(Engine(make_replica(stream), timing, clock=monotonic), stream, clock())
 
         self._make_life = make_life
@@ -110,6 +114,7 @@ class ReplicaServer:
                 restart=self._restart,
                 dp_rank=dp_rank,
                 event_sources=event_sources,
+                flags=flags,
             )
             undo.pop_all()
         self.endpoints: Endpoints = {

@@ -41,6 +41,16 @@ WELL = {
     f"kvrouter_patch_withheld{{{ONE}}}": "0x90",
     f"kvrouter_worker_refusing_engines{{{ONE}}}": "0x90",
     f"kvrouter_worker_disk_corrupt_records{{{ONE}}}": "3x90",
+    f"kvrouter_worker_engines_twice{{{ONE}}}": "0x90",
+    f"kvrouter_worker_draining{{{ONE}}}": "0x90",
+    # Both workers refuse an eighth of their requests, as a client sends wrong ones.
+    **{
+        f'kvrouter_proxy_answers_total{{{worker},outcome="{outcome}"}}': values
+        for worker in (ONE, TWO)
+        for outcome, values in (("ok", "0+70x90"), ("client_error", "0+10x90"))
+    },
+    # A single worker has no peers.
+    'kvrouter_proxy_answers_total{instance="a",model="single",worker="w0",outcome="client_error"}': "0+10x90",
     'kvrouter_discovery_up{instance="a",source="file"}': "1x90",
     'kvrouter_discovery_waiting{instance="a",source="file"}': "0x90",
     f"kvrouter_mirror_refused_blocks_total{{{ONE}}}": "7x90",
@@ -90,6 +100,12 @@ FAULTS: dict[str, dict[str, str | None]] = {
     "KvrouterPatchFailed": {f"kvrouter_patch_withheld{{{ONE}}}": "1x90"},
     "KvrouterEngineWantsKey": {f"kvrouter_worker_refusing_engines{{{ONE}}}": "1x90"},
     "KvrouterTextsWithoutTokens": {'kvrouter_prompts_unknown_total{instance="a",reason="unauthorized"}': "0+70x90"},
+    "KvrouterWorkerRefusesMore": {
+        f'kvrouter_proxy_answers_total{{{ONE},outcome="client_error"}}': "0+1x90",
+        f'kvrouter_proxy_answers_total{{{TWO},outcome="client_error"}}': "0+20x90",
+    },
+    "KvrouterEngineRegisteredTwice": {f"kvrouter_worker_engines_twice{{{ONE}}}": "1x90"},
+    "KvrouterWorkerDrains": {f"kvrouter_worker_draining{{{ONE}}}": "1x90"},
     "KvrouterDiskDamaged": {f"kvrouter_worker_disk_corrupt_records{{{ONE}}}": "3x70 4x20"},
     "KvrouterSourceFails": {'kvrouter_discovery_up{instance="a",source="file"}': "0x90"},
     "KvrouterWorkersWait": {'kvrouter_discovery_waiting{instance="a",source="file"}': "2x90"},

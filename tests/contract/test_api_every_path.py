@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from kvrouter.router.observe.findings.explanations import EXPLANATIONS
 from kvrouter.router.route.tokens.proxied_paths import PATHS
 from kvrouter.router.serve.api.examples import EXAMPLES
 from kvrouter.router.serve.api.http.http_api import HttpApi
@@ -210,6 +211,8 @@ def test_the_openapi_document_lists_every_endpoint_and_all_its_references_lead_s
         ("GET", "/decisions/{name}"),
         ("GET", "/events"),
         ("GET", "/diagnosis"),
+        ("GET", "/diagnosis/{code}"),
+        ("GET", "/settings"),
         ("GET", "/store"),
         *(("POST", path) for path in PATHS),
         ("GET", "/health"),
@@ -291,6 +294,19 @@ def test_answers_fit_the_schemas_of_the_document(app: HttpApi) -> None:
     failed = call(app, "POST", "/query", {})
     schema = {"$ref": "#/components/schemas/ErrorReply", "components": document["components"]}
     jsonschema.validate(failed.json(), schema)
+
+
+def test_every_code_of_a_finding_is_explained(app: HttpApi) -> None:
+    for code, explanation in EXPLANATIONS.items():
+        answer = call(app, "GET", f"/diagnosis/{code.lower()}").json()
+        assert (answer["code"], answer["remedy"]) == (code, explanation.remedy)
+
+
+def test_an_unknown_code_is_answered_with_the_nearest(app: HttpApi) -> None:
+    answer = call(app, "GET", "/diagnosis/KV1101")
+    assert answer.status == 404
+    error = answer.json()["error"]
+    assert error["code"] == "unknown_code" and "did you mean" in error["message"]
 
 
 def test_the_docs_page_is_self_contained(core: TinyCore) -> None:

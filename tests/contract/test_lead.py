@@ -193,6 +193,22 @@ async def test_the_state_of_an_idle_worker_is_written_under_a_regained_lease(
         assert is_well(core, 12)
 
 
+async def test_the_problem_of_an_idle_worker_ends_with_that_of_the_store(
+    server: StoreServer, engine: FakeEngine
+) -> None:
+    async with following(server, engine) as core:
+        await until(lambda: server.client.hget(keys.meta(WORKER), "state") == b"live", "its state is not stored")
+        stream = core.registry.streams[WORKER]
+        server.stop()
+        try:
+            await until(lambda: stream.problem is not None, "a store that hangs is not noticed")
+        finally:
+            server.resume()
+        # The engine publishes nothing, so there is nothing new to write.
+        await until(lambda: stream.problem is None, "a store that answers again is not noticed")
+        assert is_well(core, 12)
+
+
 @pytest.mark.parametrize("life", ["same", "another"])
 async def test_the_state_of_a_dead_router_is_in_doubt_until_proven(
     life: str, server: StoreServer, engine: FakeEngine

@@ -24,6 +24,7 @@ from kvrouter.router.app.diagnosis.prediction_checks import COUNTED_PROMPTS
 from kvrouter.router.base.common import compiled
 from kvrouter.router.observe.quality.prediction_judge import ALONE_MIN, COUNTED_MIN, SILENT_MIN
 from kvrouter.router.serve.proxy.circuit_breaker import FAILURES_TO_OPEN
+from kvrouter.router.serve.proxy.refused_requests import COUNTED_MIN as REFUSED_MIN
 from kvrouter.simulator.cache.shapes import make_geometry
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
 from tests.support.clinic import Clinic
@@ -198,6 +199,26 @@ def test_kv111_names_a_worker_that_drains(clinic: Clinic, replicas: list[dict[st
         assert finding.severity is Severity.NOTE and "because a client said so" in finding.evidence
         clinic.router.request("PATCH", "/workers/draining", {"state": "active"})
         clinic.wait_gone("KV111")
+
+
+def test_kv112_names_a_worker_that_refuses_more_than_its_peers(clinic: Clinic) -> None:
+    def ask(worker_id: str) -> None:
+        body = {"model": "limits", "prompt": [1, 2, 3], "max_tokens": 1}
+        clinic.router.request("POST", "/v1/completions", body, {"x-kvrouter-worker": worker_id})
+
+    refusal = plain(b'{"error": {"message": "the prompt is too long"}}', "400 Bad Request")
+    with ScriptedEngine(refusal) as short, ScriptedEngine(Answers(0)) as usual:
+        registered = clinic.worker("usual", "limits", url=usual.url)
+        with clinic.worker("short", "limits", url=short.url) as subject, registered:
+            for number in range(REFUSED_MIN):
+                if number == REFUSED_MIN - 1:
+                    assert "KV112" not in clinic.codes()
+                ask("usual")
+                with pytest.raises(RouterError, match="400"):
+                    ask("short")
+            finding = clinic.find("KV112", subject)
+            assert f"it refused {REFUSED_MIN} of its last {REFUSED_MIN} requests (mostly with 400)" in finding.evidence
+            assert [other.code for other in clinic.report().findings if other.subject == subject] == ["KV201", "KV112"]
 
 
 def test_kv206_names_another_program_at_an_endpoint(clinic: Clinic, http: EngineHttp, engine: FakeEngine) -> None:

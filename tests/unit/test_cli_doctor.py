@@ -16,9 +16,9 @@ from rich.text import Text
 
 from kvrouter.contract.diagnosis import DiagnosisReport, Finding, Severity
 from kvrouter.router.app.cli.commands import run
-from kvrouter.router.app.cli.doctor_report import DoctorReport, explained, explanation_text, findings_text
+from kvrouter.router.app.cli.doctor_report import DoctorReport, explanation_text, findings_text
 from kvrouter.router.base.common.version import VERSION
-from kvrouter.router.observe.findings.explanations import EXPLANATIONS
+from kvrouter.router.observe.findings.explanations import EXPLANATIONS, explained_code
 from kvrouter.router.observe.findings.finding import CODES, ROUTER, found
 from tests.support.ports import free_port
 
@@ -91,7 +91,8 @@ def test_an_unreachable_router_is_a_finding(capsys: pytest.CaptureFixture[str]) 
 
 def test_another_server_is_no_router(stub: Any, capsys: pytest.CaptureFixture[str]) -> None:
     url, handler = stub
-    for status, content in ((200, b"<html>"), (200, b"[1]"), (500, b"oops")):
+    other = (b'{"version": "0.32.0"}', b'{"name": "another", "version": "1"}')
+    for status, content in ((200, b"<html>"), (200, b"[1]"), (500, b"oops"), *((200, body) for body in other)):
         handler.answers["/version"] = (status, content)
         assert doctor(capsys, url) == (1, ["KV001"])
 
@@ -175,13 +176,14 @@ def test_an_explanation_as_json_has_its_parts(capsys: pytest.CaptureFixture[str]
 
 def test_every_explanation_fits_80_columns() -> None:
     for code in CODES:
-        lines = explanation_text(explained(code), 80).plain.splitlines()
+        lines = explanation_text(explained_code(code), 80).plain.splitlines()
         assert max(map(len, lines)) <= 80, code
 
 
 def test_a_code_that_does_not_exist_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["doctor", "--explain", "KV999"]) == 2
-    assert "no such code; they are KV001 to" in capsys.readouterr().err
+    for given, hint in (("KV112345", "did you mean KV112"), ("nothing", "codes are like KV001")):
+        assert run(["doctor", "--explain", given]) == 2
+        assert hint in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("severity", "colour"), [(Severity.ERROR, "red"), (Severity.WARNING, "yellow")])

@@ -49,8 +49,8 @@ from kvrouter.router.route.tokens.unknown_prompts import MissingTokens
 ROOT = Path(__file__).resolve().parents[2]
 EVENTS, REPLAY, URL = "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558", "http://10.0.0.1:8000"
 NOW_S = 1_700_000_000.0
-# The page lists the codes, and `kvrouter doctor --explain` explains them.
-PAGE_WORDS_MAX = 1_000
+# The page lists the codes and says how to report a wrong prediction; `kvrouter doctor --explain` explains the codes.
+PAGE_WORDS_MAX = 1_150
 EXPLANATION_WORDS_MAX = 120
 # The command itself finds these (test_cli_doctor.py).
 CLIENT_CODES = {"KV001", "KV002", "KV003", "KV004"}
@@ -148,6 +148,7 @@ FAULTS: dict[str, Snapshot] = {
     "KV109": snapshot(worker(refused_key="its /v1/models answers 401")),
     "KV110": snapshot(worker(), worker("w1", {"url": URL + "/"})),
     "KV111": snapshot(worker(given={"draining": True}, drains_s=61.0)),
+    "KV112": snapshot(worker(refuses="it refused 40 of its last 128 requests")),
     "KV201": snapshot(worker(given={"events": None, "replay": None}, is_silent=True, is_heard=False)),
     "KV202": snapshot(
         worker(is_heard=False, blocks=0, catalog=NOTHING_KNOWN, prompts=PromptCount(5, 0, UNHEARD_PROMPTS))
@@ -265,6 +266,12 @@ def test_closed_ports_that_the_engine_names_otherwise_are_one_finding_with_the_r
     (finding,) = findings(snapshot(facts, endpoints=closed))
     assert finding.code == "KV205" and "/kv_event_sources" in finding.evidence
     assert finding.fix == "register events=tcp://10.0.0.1:5600,replay=tcp://10.0.0.1:5601"
+    # One of them is another program's, and no replay endpoint was registered: one change corrects both.
+    wrong = {EVENTS: EndpointAnswer(is_zmq=False)}
+    facts = worker(given={"replay": None}, state=StreamState.CONNECTING, published=[elsewhere])
+    (finding,) = findings(snapshot(facts, endpoints=wrong))
+    assert finding.code == "KV206"
+    assert finding.fix == "register events=tcp://10.0.0.1:5600,replay=tcp://10.0.0.1:5601"
     # The engine names these very ports, so something on the way to them must have closed them.
     same = worker(state=StreamState.CONNECTING, published=[Stream(EVENTS, REPLAY)])
     assert codes(snapshot(same, endpoints=closed)) == ["KV205", "KV205"]
@@ -299,8 +306,18 @@ def test_ranks_and_models_of_one_engine_are_no_twins() -> None:
 
 
 def test_an_unreachable_store_is_one_finding() -> None:
-    away = StoreFacts(problem="Redis has not answered for 3 s", unwritten=("Redis takes no commits",))
-    assert codes(snapshot(store=away, load_problems=["the load of other routers is not known"])) == ["KV501"]
+    load_problems = ["the load of other routers is not known"]
+    # A refused commit may show before the silence of the store does.
+    for store in (
+        StoreFacts(problem="Redis has not answered for 3 s", unwritten=("Redis takes no commits",)),
+        StoreFacts(unwritten=("Redis takes no commits",)),
+    ):
+        assert codes(snapshot(store=store, load_problems=load_problems)) == ["KV501"]
+
+
+def test_a_single_router_misses_no_load() -> None:
+    alone = {"me": RouterStatement("1.0", {})}
+    assert not codes(snapshot(routers=alone, load_problems=["the load of other routers is not known"]))
 
 
 def test_closed_ports_explain_why_events_are_not_followed() -> None:

@@ -104,16 +104,24 @@ class Client:
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
         """Make one call and return the decoded answer. Raises ClientError."""
+        try:
+            return msgspec.json.decode(self._answer(method, path, body))
+        except msgspec.DecodeError:
+            raise ClientError(f"what listens on {self.url} is no router: its answer is no JSON; check --url") from None
+
+    def text(self, path: str) -> str:
+        """Return the text at a path. Raises ClientError."""
+        return self._answer("GET", path).decode(errors="replace")
+
+    def _answer(self, method: str, path: str, body: Any = None) -> bytes:
         data = None if body is None else msgspec.json.encode(body)
         try:
             request = urllib.request.Request(self.url + path, data, self._headers, method=method)
             with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=self.tls) as answer:
                 self.date = answer.headers.get("date")
-                return msgspec.json.decode(answer.read())
+                return bytes(answer.read())
         except urllib.error.HTTPError as error:
             raise ClientError(_message_of(error), error.code) from None
-        except msgspec.DecodeError:
-            raise ClientError(f"what listens on {self.url} is no router: its answer is no JSON; check --url") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise ClientError(self._unanswered(error)) from None
 

@@ -12,15 +12,13 @@ from typing import Any
 import msgspec
 from rich.text import Text
 
-from kvrouter.contract.diagnosis import DiagnosisReport, Finding, Severity
+from kvrouter.contract.diagnosis import DiagnosisReport, ExplainedCode, Finding, Severity
 from kvrouter.router.app.cli.api_client import Client, ClientError
 from kvrouter.router.app.cli.tables import MIN_READING_WIDTH
 from kvrouter.router.app.diagnosis.clocks import SET_CLOCKS, clock_difference
-from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.escaping import masked
-from kvrouter.router.base.common.version import VERSION
-from kvrouter.router.observe.findings.explanations import EXPLANATIONS
-from kvrouter.router.observe.findings.finding import CODES, ROUTER, argument, found
+from kvrouter.router.base.common.version import PACKAGE, VERSION
+from kvrouter.router.observe.findings.finding import ROUTER, argument, found
 
 INDENT = "      "
 COLOURS = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
@@ -40,28 +38,6 @@ class DoctorReport(msgspec.Struct, frozen=True):
     routers: int
     checks: int
     findings: list[Finding]
-
-
-class ExplainedCode(msgspec.Struct, frozen=True):
-    """A code and what it means, as `kvrouter doctor --explain CODE` shows it."""
-
-    code: str
-    severity: Severity
-    problem: str
-    cause: str
-    remedy: str
-
-
-def explained(code: str) -> ExplainedCode:
-    """Return the meaning of a code. Raises SettingError for a code that does not exist."""
-    name = code.upper()
-    if name not in CODES:
-        raise SettingError(
-            f"--explain {code}: no such code; they are {min(CODES)} to {max(CODES)}, as `kvrouter doctor` prints them"
-        )
-    severity, problem = CODES[name]
-    explanation = EXPLANATIONS[name]
-    return ExplainedCode(name, severity, problem, explanation.cause, explanation.remedy)
 
 
 def explanation_text(explained_code: ExplainedCode, width: int) -> Text:
@@ -103,10 +79,14 @@ def diagnose(client: Client, url: str, wall_clock: Callable[[], float]) -> Docto
 
 
 def _version(answer: Any) -> str:
+    """Return the router's version. Engines have the path, too, so the name of the package decides. Raises ClientError."""
     try:
-        return str(answer["version"])
+        name, version = answer["name"], str(answer["version"])
     except (KeyError, TypeError):
-        raise ClientError("what listens there is no router: its /version has no version; check --url") from None
+        name = version = ""
+    if name != PACKAGE:
+        raise ClientError(f"what listens there is no router: its /version does not name {PACKAGE}; check --url")
+    return version
 
 
 def _report(client: Client, *, of_other_version: bool) -> DiagnosisReport:

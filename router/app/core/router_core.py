@@ -60,6 +60,7 @@ from kvrouter.router.model.upstream.engine_client import EngineClient
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.engine_key import EngineKey
 from kvrouter.router.model.workers.model_names import ModelNames, ServedModel, parse_aliases
+from kvrouter.router.model.workers.provenance import registered_twice
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.role import HandoverWay
 from kvrouter.router.model.workers.stream_state import StreamState
@@ -501,8 +502,10 @@ class Core:
         metrics.segment_hits.inc(hits - self._segments_counted[0])
         metrics.segment_misses.inc(misses - self._segments_counted[1])
         self._segments_counted = (hits, misses)
+        twins = {twin for group in registered_twice(self.registrations()) for twin in group}
         for worker, stream in self.registry.streams.items():
             count_worker(metrics.streams, worker, stream)
+            metrics.streams.twins(worker).set(worker in twins)
 
 
 def _is_fresh(stream: WorkerStream) -> bool:

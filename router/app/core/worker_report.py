@@ -116,6 +116,7 @@ def count_worker(metrics: StreamMetrics, worker: WorkerKey, stream: WorkerStream
     metrics.patch_withheld(worker).set(bool(stream.ingest.profile.patch.problem))
     metrics.unserved_models(worker).set(bool(stream.note))
     metrics.refusing_engines(worker).set(bool(stream.refused))
+    metrics.draining(worker).set(stream.drains_since_s is not None)
     stream.counted = msgspec.structs.replace(tally)
     for state in StreamState:
         metrics.state(worker)(state).set(state is stream.view.state)

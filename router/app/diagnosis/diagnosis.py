@@ -9,6 +9,7 @@ from collections.abc import Callable
 import aiohttp
 
 from kvrouter.contract.diagnosis import DiagnosisReport, Finding, Severity
+from kvrouter.contract.settings import SettingsReply
 from kvrouter.contract.store import StoreReply
 from kvrouter.router.app.core.router_core import Core
 from kvrouter.router.app.diagnosis.cache_checks import cache_findings
@@ -108,6 +109,10 @@ class Diagnosis:
         findings.sort(key=lambda finding: (ORDER.index(finding.severity), finding.code, finding.subject))
         return DiagnosisReport(VERSION, len(snapshot.workers), len(snapshot.routers), len(CODES), findings)
 
+    def settings(self) -> SettingsReply:
+        """Return the settings of this process, without secrets."""
+        return SettingsReply(self._config.shown())
+
     async def store(self) -> StoreReply:
         """Return the store, its routers, and which router follows which worker."""
         servers, _ = await self._servers_settings()
@@ -194,13 +199,14 @@ class Diagnosis:
 
     async def _workers(self) -> list[WorkerFacts]:
         facts: list[WorkerFacts] = []
+        refusals = self._admission.refused.problems()
         for worker, stream in sorted(self._core.registry.streams.items()):
             if len(facts) % WORKERS_A_TURN == WORKERS_A_TURN - 1:
                 await asyncio.sleep(0)
-            facts.append(self._facts(worker, stream))
+            facts.append(self._facts(worker, stream, refusals.get(worker, "")))
         return facts
 
-    def _facts(self, worker: WorkerKey, stream: WorkerStream) -> WorkerFacts:
+    def _facts(self, worker: WorkerKey, stream: WorkerStream, refuses: str) -> WorkerFacts:
         profile, registration = stream.profile, stream.registration
         engine = self._core.engine_lists.served.get(registration.url or "")
         return WorkerFacts(
@@ -214,6 +220,7 @@ class Diagnosis:
             unserved=stream.note,
             refused_key=stream.refused,
             breaker=self._admission.breaker_problem(worker) or "",
+            refuses=refuses,
             disk=stream.disk_problem,
             cpu_tier=stream.cpu_tier_problem,
             refused=self._core.mirror_sync.lost_credit(worker),

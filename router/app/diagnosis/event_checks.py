@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from kvrouter.contract.diagnosis import Finding
 from kvrouter.router.app.diagnosis.endpoint_probe import PUBLISHERS, REPLIERS, EndpointAnswer
@@ -78,7 +79,7 @@ def _of_stream(worker: WorkerFacts, *, explained: bool) -> Iterator[Finding]:
             f"{registration.events or registration.patch}",
             f"{flags.serve} {flags.prefix_cache} {flags.events}; and register the endpoint that this engine publishes on",
         )
-    if registration.events is not None and registration.replay is None and not worker.is_patched:
+    if registration.events is not None and registration.replay is None and not worker.is_patched and not explained:
         yield found(
             "KV207",
             worker.name,
@@ -128,44 +129,56 @@ def _of_endpoints(worker: WorkerFacts, snapshot: Snapshot) -> Iterator[Finding]:
             f"register events={argument(registration.replay or '')},replay={argument(registration.events or '')}",
         )
         return
-    elsewhere = _published_elsewhere(worker, answers)
-    yield from elsewhere
-    for role, answer in answers.items():
-        at = endpoints_of(registration)[role]
-        if answer.problem and elsewhere and role in STREAM_ROLES:
-            # The finding about the endpoints that the engine names has named this one already.
-            continue
-        if answer.problem:
-            yield found(
-                "KV205",
-                worker.name,
-                f"{role} endpoint {at}: {answer.problem}",
-                f"open the port between this router and the engine (firewall, NetworkPolicy, container port); test: {_test(at)}",
-            )
-        elif role != "url" and (not answer.is_zmq or answer.socket not in _expected(role) | {UNKNOWN_SOCKET}):
-            what = f"a {answer.socket} socket" if answer.socket else "a program that does not speak ZMQ"
-            yield found(
-                "KV206",
-                worker.name,
-                f"{role} endpoint {at}: {what} answers there",
-                f"register the port of --kv-events-config for {role} ({'/'.join(sorted(_expected(role)))})",
-            )
+    problems = {role: problem for role, answer in answers.items() if (problem := _problem(registration, role, answer))}
+    named = {role: problem for role, problem in problems.items() if role in STREAM_ROLES}
+    if named and (right := _published_elsewhere(worker)):
+        # One finding for both endpoints, because one change corrects both.
+        info_path = engine_named(registration.engine).info_path
+        evidence = "; ".join(
+            [*(problem.evidence for problem in named.values()), f"its engine names {right} ({info_path})"]
+        )
+        yield found(next(iter(named.values())).code, worker.name, evidence, f"register {right}")
+        problems = {role: problem for role, problem in problems.items() if role not in named}
+    for problem in problems.values():
+        yield found(problem.code, worker.name, problem.evidence, problem.fix)
 
 
-def _published_elsewhere(worker: WorkerFacts, answers: Mapping[str, EndpointAnswer]) -> list[Finding]:
-    """Return the one finding for closed endpoints that the engine itself names differently; empty if it does not."""
+class _EndpointProblem(NamedTuple):
+    """The problem of one endpoint, and its fix where the engine does not name another endpoint."""
+
+    code: str
+    evidence: str
+    fix: str
+
+
+def _problem(registration: Registration, role: str, answer: EndpointAnswer) -> _EndpointProblem | None:
+    """Return the problem that an endpoint's answer shows, or None if it shows none."""
+    at = endpoints_of(registration)[role]
+    if answer.problem:
+        return _EndpointProblem(
+            "KV205",
+            f"{role} endpoint {at}: {answer.problem}",
+            f"open the port between this router and the engine (firewall, NetworkPolicy, container port); test: {_test(at)}",
+        )
+    if role == "url" or (answer.is_zmq and answer.socket in _expected(role) | {UNKNOWN_SOCKET}):
+        return None
+    what = f"a {answer.socket} socket" if answer.socket else "a program that does not speak ZMQ"
+    return _EndpointProblem(
+        "KV206",
+        f"{role} endpoint {at}: {what} answers there",
+        f"register the port of --kv-events-config for {role} ({'/'.join(sorted(_expected(role)))})",
+    )
+
+
+def _published_elsewhere(worker: WorkerFacts) -> str:
+    """Return the endpoints that the engine names for this worker, if it was registered with others; else ""."""
     registration = worker.registration
-    closed = {role: answers[role].problem for role in STREAM_ROLES if role in answers and answers[role].problem}
-    if not closed or not worker.published:
-        return []
+    if not worker.published:
+        return ""
     stream = worker.published[0]
     if same_endpoint(stream.events, registration.events) and same_endpoint(stream.replay, registration.replay):
-        return []
-    at = endpoints_of(registration)
-    shut = "; ".join(f"{role} endpoint {at[role]}: {problem}" for role, problem in closed.items())
-    right = _endpoints_text(stream)
-    info_path = engine_named(registration.engine).info_path
-    return [found("KV205", worker.name, f"{shut}; its engine names {right} ({info_path})", f"register {right}")]
+        return ""
+    return _endpoints_text(stream)
 
 
 def endpoints_of(given: Registration) -> dict[str, str]:

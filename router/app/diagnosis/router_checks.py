@@ -29,9 +29,11 @@ def router_findings(snapshot: Snapshot) -> Iterator[Finding]:
     for expiry, severity in ((snapshot.expiry_problem, Severity.ERROR), (snapshot.expiry_caution, Severity.WARNING)):
         if expiry is not None:
             yield found("KV011", "router", expiry, severity=severity)
-    # The load is shared through the store; while the store is away, KV501 reports that.
-    for problem in () if snapshot.store.problem else snapshot.load_problems:
-        yield found("KV604", "router", problem)
+    # The load is shared through the store; while the store is away, KV501 reports that. A single router misses nothing.
+    is_away = bool(snapshot.store.problem or snapshot.store.unwritten)
+    if len(snapshot.routers) > 1 and not is_away:
+        for problem in snapshot.load_problems:
+            yield found("KV604", "router", problem)
     for source, problem in snapshot.source_problems:
         yield found("KV605", f"source {source}", problem)
     for source, (worker_id, dp_rank), reason in snapshot.contested:

@@ -53,6 +53,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     refused_key: str = ""
     # Why no requests are sent to the worker.
     breaker: str = ""
+    # Why it seems to refuse requests that its peers would answer.
+    refuses: str = ""
     # The problem of the disk that its engine offloads to.
     disk: str = ""
     # The problem of its engine's CPU tier.

@@ -113,6 +113,10 @@ class UnknownDecision(NotFound, default_code="unknown_decision"):
     """404: the decision log does not contain this decision."""
 
 
+class UnknownCode(NotFound, default_code="unknown_code"):
+    """404: no finding has this code."""
+
+
 class MethodNotAllowed(RouterError, status=405, default_code="method_not_allowed"):
     """405: the address exists but does not support the method; `allowed` is the value of the Allow header."""
 

@@ -45,7 +45,7 @@ class ReplyError(StoreError):
 
 # The code with which a server refuses writes after it failed to write to disk, and the fix.
 DISK_REFUSAL = "MISCONF"
-FREE_DISK = "free space on its disk, or mend what its log says of the disk"
+FREE_DISK = "free space on its disk, or fix what its log says of the disk"
 
 
 def refusal_text(error: ReplyError) -> str:

@@ -32,6 +32,7 @@ from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.engine_answers import EngineAnswers
 from kvrouter.router.model.workers.engine_key import EngineKey
 from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.model.workers.source_precedence import PLACES
 from kvrouter.router.model.workers.unregistered_worker import UnregisteredWorker, Waiting
 
 log = logging.getLogger(__name__)
@@ -240,7 +241,7 @@ class Discovery:
             answers = answers or EngineAnswers()
             workers = completed(candidate, answers, ours)
             if not workers:
-                kept.waiting[name_of(registration)] = Waiting(answers.problem, answers.fix or _correct(source))
+                kept.waiting[name_of(registration)] = Waiting(answers.problem, _correct(source, answers.fix))
             registrations += workers
             if candidate.only_known:
                 only_known.update(map(name_of, workers))
@@ -367,5 +368,6 @@ class Discovery:
         return problems
 
 
-def _correct(source: str) -> str:
-    return f"correct the worker in the source {source}, or remove it there"
+def _correct(source: str, fix: str = "") -> str:
+    """Return how to register a worker of this source, and how to end that it is reported; `fix` is the known way."""
+    return f"{fix or 'fix the cause above'}, or remove the worker from {PLACES.get(source, source)}"

@@ -194,7 +194,9 @@ class CommitLoop:
     async def _write(self) -> None:
         """Write everything that the store lacks now, and a checkpoint if the log after the last one is long."""
         flush, state = self._next_commit(), self._state_fields()
-        self._measure_tail(flush, noted=state != self._written_state)
+        # Only a write shows that a store that was away takes writes again, so an idle worker writes its state once more.
+        is_state_due = state != self._written_state or self._lease.away
+        self._measure_tail(flush, noted=is_state_due)
         residents = self._residents() if self.tail.is_long(self._record.ingest.held.blocks.blocks) else None
         self._record.drained.set()
         if flush is not None:
@@ -203,7 +205,7 @@ class CommitLoop:
             self.sending = flush
             await self._lease.write(flush)
             self.sending = None
-        elif state != self._written_state:
+        elif is_state_due:
             await self._lease.note(self._record.ingest.held.epoch, state)
         self._written_state = state
         await self._write_checkpoint(residents)

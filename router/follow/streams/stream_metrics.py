@@ -67,6 +67,10 @@ class StreamMetrics:
         self.refusing_engines = worker_gauge(
             "worker_refusing_engines", "1 for a worker whose engine answers this router's own requests with 401 or 403"
         )
+        self.twins = worker_gauge(
+            "worker_engines_twice", "1 for a worker whose engine and rank another worker of its model has, too"
+        )
+        self.draining = worker_gauge("worker_draining", "1 for a worker that takes no new requests because it drains")
         self.commit_lag_seconds = worker_gauge(
             "commit_lag_seconds", "How long the oldest news of a worker that is followed here waits for the store"
         )

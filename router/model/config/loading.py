@@ -17,10 +17,10 @@ import yaml
 
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.host_list import allowed_hosts
+from kvrouter.router.base.common.redaction import HIDDEN
 from kvrouter.router.model.config.settings import (
     ENV_PREFIX,
     FIELDS,
-    HIDDEN,
     LISTS,
     SECRETS,
     Config,

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from kvrouter.router.base.common.host_list import HOST_FORM
+from kvrouter.router.base.common.redaction import HIDDEN, redacted
 from kvrouter.router.model.workers.allow_list import FORM
 
 ENV_PREFIX = "KVROUTER_"
@@ -23,9 +24,6 @@ SECRETS = ("api_key", "worker_api_key")
 
 # The usual port of endpoint pickers of the Gateway API Inference Extension.
 EPP_PORT = 9_002
-
-# Replaces a secret wherever settings are shown.
-HIDDEN = "***"
 
 # Types that several settings share.
 File = Annotated[Annotated[str, Meta(min_length=1)] | None, Meta(extra={"metavar": "FILE"})]
@@ -391,11 +389,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
 
     def shown(self) -> dict[str, Any]:
-        """Return the settings for a log, without secrets and without passwords in URLs."""
-        shown: dict[str, Any] = msgspec.to_builtins(self)
-        for name in SECRETS:
-            if shown[name] is not None:
-                shown[name] = HIDDEN
+        """Return the settings without secrets and without passwords in URLs."""
+        shown: dict[str, Any] = redacted(msgspec.to_builtins(self))
         for name in ("redis", "otlp_endpoint"):
             if shown[name] is not None:
                 shown[name] = without_password(shown[name])

@@ -1,12 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The explanation of each code of a diagnosis, which `kvrouter doctor --explain CODE` prints.
+"""The explanation of each code of a diagnosis, for `kvrouter doctor --explain CODE` and `GET /diagnosis/CODE`.
 
 These texts are the only place that explains a code; pages name the code and refer here. File names in them are pages.
 """
 
 from __future__ import annotations
 
+import difflib
+
 import msgspec
+
+from kvrouter.contract.diagnosis import ExplainedCode
+from kvrouter.router.base.common.errors import UnknownCode
+from kvrouter.router.base.common.escaping import printable
+from kvrouter.router.observe.findings.finding import CODES
+
+# How many codes an error suggests, and how much it shows of a name that is none.
+NEAREST = 3
+SHOWN_CHARS = 20
 
 
 class Explanation(msgspec.Struct, frozen=True):
@@ -148,6 +159,15 @@ EXPLANATIONS: dict[str, Explanation] = {
         "Nothing has to be done. If the worker is to take requests again: `kvrouter undrain`, or `PATCH "
         '/workers/ID` with {"state": "active"}.',
     ),
+    "KV112": Explanation(
+        "The worker answered 400 to 499 to at least a tenth of its last requests, and to four times the share "
+        "that the other workers of its model did. Counted are the last 128 answers of ten minutes, from 32 on "
+        "each side; so large a difference is not chance. Its engine has another version or other flags, such as "
+        "a shorter context. Or one client's wrong requests begin alike, so the router sends them to one worker.",
+        "Find the refused requests in the engine's log. Start the engine with the version and flags of its peers "
+        "(`--max-model-len`, adapters, tools, API key). If the requests themselves are wrong, correct their "
+        "client.",
+    ),
     "KV201": Explanation(
         "The engine's events are off, or their endpoint was not registered. The router knows only what it sent "
         "there itself, and marks predictions `approximate`.",
@@ -183,7 +203,8 @@ EXPLANATIONS: dict[str, Explanation] = {
     "KV206": Explanation(
         "A program that does not speak ZMQ, such as the engine's HTTP port, or a ZMQ socket of the wrong type "
         "listens at the endpoint.",
-        "Register the port of `--kv-events-config` for this endpoint: PUB or XPUB for `events`, ROUTER for `replay`.",
+        "Register the port of `--kv-events-config` for this endpoint: PUB or XPUB for `events`, ROUTER for "
+        "`replay`. If the engine itself names its endpoints (`/kv_event_sources`), the finding's fix shows them.",
     ),
     "KV207": Explanation(
         "Lost events cannot be read again, so a gap or a restart of the router voids what was known of the worker.",
@@ -367,3 +388,15 @@ EXPLANATIONS: dict[str, Explanation] = {
         "Name each worker in one source alone, and give all routers the same lists.",
     ),
 }
+
+
+def explained_code(name: str) -> ExplainedCode:
+    """Return the meaning of a code, in upper or lower case. Raises UnknownCode."""
+    code = name.upper()
+    if code not in CODES:
+        nearest = ", ".join(difflib.get_close_matches(code, CODES, NEAREST))
+        hint = f"did you mean {nearest}?" if nearest else f"codes are like {next(iter(CODES))}"
+        raise UnknownCode(f"no finding has the code {printable(name[:SHOWN_CHARS])!r}; {hint}")
+    severity, problem = CODES[code]
+    explanation = EXPLANATIONS[code]
+    return ExplainedCode(code, severity, problem, explanation.cause, explanation.remedy)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routes that show the fleet's problems, and which router follows each worker, as this process sees them."""
+"""The routes that show the fleet's problems and explain them, the store, and the settings."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Protocol
 
 from fastapi import APIRouter, Request, Response
 
-from kvrouter.contract.diagnosis import DiagnosisReport
+from kvrouter.contract.diagnosis import DiagnosisReport, ExplainedCode
+from kvrouter.contract.settings import SettingsReply
 from kvrouter.contract.store import StoreReply
 from kvrouter.router.base.common.version import VERSION
+from kvrouter.router.observe.findings.explanations import explained_code
 from kvrouter.router.serve.api.openapi import gives
 from kvrouter.router.serve.api.workers import respond
 
@@ -19,6 +21,10 @@ class DiagnosisPort(Protocol):
 
     async def report(self) -> DiagnosisReport:
         """Look for problems now, and return the findings."""
+        ...
+
+    def settings(self) -> SettingsReply:
+        """Return the settings of the process, without secrets."""
         ...
 
     async def store(self) -> StoreReply:
@@ -32,7 +38,7 @@ def diagnosis_routes(diagnosis: DiagnosisPort | None) -> APIRouter:
 
     @router.get(
         "/diagnosis",
-        summary="What is wrong, and what mends it",
+        summary="What is wrong, and how to fix it",
         operation_id="diagnosis",
         responses=gives(DiagnosisReport),
     )
@@ -45,6 +51,16 @@ def diagnosis_routes(diagnosis: DiagnosisPort | None) -> APIRouter:
         return respond(request, diagnosis_report)
 
     @router.get(
+        "/diagnosis/{code:name}",
+        summary="What a code of a finding means",
+        operation_id="explain_code",
+        responses=gives(ExplainedCode, 404),
+    )
+    async def explained(request: Request, code: str) -> Response:
+        """Explain a code, as `kvrouter doctor --explain CODE` does. For an unknown one, the error names the nearest."""
+        return respond(request, explained_code(code))
+
+    @router.get(
         "/store",
         summary="Redis, the routers on it, and who follows whom",
         operation_id="store",
@@ -54,5 +70,14 @@ def diagnosis_routes(diagnosis: DiagnosisPort | None) -> APIRouter:
         """Show the store as this process sees it. It queries Redis for its settings, which takes up to some seconds."""
         store_reply = StoreReply(True, "", [], [], []) if diagnosis is None else await diagnosis.store()
         return respond(request, store_reply)
+
+    @router.get(
+        "/settings",
+        summary="The settings of the process that answers, without secrets",
+        operation_id="settings",
+        responses=gives(SettingsReply),
+    )
+    async def settings(request: Request) -> Response:
+        return respond(request, SettingsReply({}) if diagnosis is None else diagnosis.settings())
 
     return router

@@ -61,6 +61,8 @@ EXAMPLES: dict[tuple[str, str], Any] = {
     ("GET", "/decisions"): None,
     ("GET", "/decisions/{name}"): None,
     ("GET", "/diagnosis"): None,
+    ("GET", "/diagnosis/{code}"): None,
+    ("GET", "/settings"): None,
     ("GET", "/store"): None,
     ("GET", "/history"): None,
     ("GET", "/savings"): None,
@@ -101,5 +103,6 @@ PATH_PARTS = {
     "worker_id": ("the worker's id", WORKER),
     "selection_id": ("the reservation, by the id of its choice", SELECTION),
     "model": ("a name that a request's model may have", MODEL),
+    "code": ("the code of a finding, in upper or lower case", "KV201"),
     "name": ("the id of a choice, or the x-request-id of a proxied request", SELECTION),
 }

@@ -51,6 +51,8 @@ SCOPES: dict[Route, Scopes] = {
     ("GET", "/decisions"): WATCH,
     ("GET", "/decisions/{name}"): WATCH,
     ("GET", "/diagnosis"): WATCH,
+    ("GET", "/diagnosis/{code}"): ANY,
+    ("GET", "/settings"): WATCH,
     ("GET", "/store"): WATCH,
     ("GET", "/history"): WATCH,
     ("GET", "/savings"): WATCH,

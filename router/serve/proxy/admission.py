@@ -18,12 +18,9 @@ from kvrouter.router.model.upstream.failure import Failure, Kind
 from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.router.serve.proxy.circuit_breaker import Breaker, BreakerState
 from kvrouter.router.serve.proxy.proxy_metrics import ProxyMetrics
+from kvrouter.router.serve.proxy.refused_requests import FIRST_ERROR, FIRST_SERVER_ERROR, RefusedRequests
 
 DRAINING = "it is draining and takes no new requests until its state is set to active"
-
-# The first status that is the client's error, and the first that is the worker's.
-FIRST_ERROR = 400
-FIRST_SERVER_ERROR = 500
 
 log = logging.getLogger("kvrouter.proxy")
 
@@ -59,6 +56,7 @@ class Exchange:
     def ended(self) -> None:
         """Note that the answer is complete."""
         if self._ends():
+            self._admission.refused.add(self._worker, self._status)
             self._breaker.ended(tried=self._tried, is_client_error=self._status >= FIRST_ERROR)
             if self._tried:
                 self._show()
@@ -98,6 +96,7 @@ class Admission:
         # Returns monotonic seconds.
         self.clock = clock
         self._metrics = metrics
+        self.refused = RefusedRequests(clock)
         self._known: dict[WorkerKey, Breaker] = {}
         # The breakers' states that the metrics show now.
         self._shown: dict[WorkerKey, BreakerState] = {}
@@ -156,6 +155,7 @@ class Admission:
         """Update the breaker after a change of the worker's status. `view` is None if the worker was dropped."""
         if view is None:
             self._down.discard(worker)
+            self.refused.forget(worker)
             self._known.pop(worker, None)
             self._shown.pop(worker, None)
             return

@@ -17,11 +17,11 @@ import kvrouter.router.serve.proxy.headers as h
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.model.upstream.failure import Failure, Kind
 from kvrouter.router.route.placement.placement_request import Placement, PlacementRequest, PrefillPart
-from kvrouter.router.serve.proxy.admission import FIRST_SERVER_ERROR
 from kvrouter.router.serve.proxy.attempt import Attempt, named
 from kvrouter.router.serve.proxy.attempts import GONE_STATUSES
 from kvrouter.router.serve.proxy.kv_transfer_params import MAX_ANSWER_BYTES, decode_body, given_params, prefill_body
 from kvrouter.router.serve.proxy.proxy_metrics import ProxyMetrics
+from kvrouter.router.serve.proxy.refused_requests import FIRST_SERVER_ERROR
 from kvrouter.router.serve.proxy.request_reader import Request
 from kvrouter.router.serve.proxy.worker_addresses import Addresses
 

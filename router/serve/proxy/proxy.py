@@ -27,13 +27,14 @@ from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.observe.quality.request_watch import Quality
 from kvrouter.router.route.placement.placement_request import Placement, PlacementRequest
 from kvrouter.router.route.placement.placer import Placer
-from kvrouter.router.serve.proxy.admission import FIRST_ERROR, FIRST_SERVER_ERROR, Admission
+from kvrouter.router.serve.proxy.admission import Admission
 from kvrouter.router.serve.proxy.attempt import Attempt, Sent, named
 from kvrouter.router.serve.proxy.attempts import GONE_STATUSES, AttemptsSpent
 from kvrouter.router.serve.proxy.downstream import Client
 from kvrouter.router.serve.proxy.kv_transfer_params import can_be_handed_over
 from kvrouter.router.serve.proxy.prefill_leg import PrefillLeg, excluding
 from kvrouter.router.serve.proxy.proxy_metrics import ProxyMetrics
+from kvrouter.router.serve.proxy.refused_requests import FIRST_ERROR, FIRST_SERVER_ERROR
 from kvrouter.router.serve.proxy.request_reader import Request, RequestReader, Tokens
 from kvrouter.router.serve.proxy.worker_addresses import Addresses
 

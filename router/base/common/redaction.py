@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values as they may be shown to anybody: without keys, seeds, passwords, and the contents of prompts. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+# Replaces what is not shown.
+HIDDEN = "***"
+
+# Fields whose values are not shown. The seeds of block hashes are among them, because whoever knows one can make prompts
+# whose hashes collide.
+SECRET_FIELDS = frozenset(
+    {
+        *("api_key", "worker_api_key", "authorization", "password", "cache_salt"),
+        *("none_hash", "none_hash_seed"),
+        *("prompt", "prompt_token_ids", "token_ids", "messages", "input", "text"),
+    }
+)
+_SEED = re.compile(r"\b(none_hash(?:_seed)?=)[^,\s]*")
+_PASSWORD = re.compile(r"(//)[^/@\s]*@")
+
+
+def redacted(value: Any, secrets: tuple[str, ...] = ()) -> Any:
+    """Return a decoded JSON value without what its field names and texts give away.
+
+    Args:
+        value: The value.
+        secrets: Texts that are hidden wherever they occur.
+    """
+    if isinstance(value, dict):
+        return {
+            name: HIDDEN if name in SECRET_FIELDS and part is not None else redacted(part, secrets)
+            for name, part in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [redacted(part, secrets) for part in value]
+    return redacted_text(value, secrets) if isinstance(value, str) else value
+
+
+def redacted_text(text: str, secrets: tuple[str, ...] = ()) -> str:
+    """Return a text without the passwords of URLs, seeds of block hashes, and these secrets."""
+    for secret in filter(None, secrets):
+        text = text.replace(secret, HIDDEN)
+    return _PASSWORD.sub(rf"\1{HIDDEN}@", _SEED.sub(rf"\1{HIDDEN}", text))

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check whether one worker refuses (4xx) more of its requests than its peers of the same model do. Pure.
+
+A 4xx is the client's fault where every worker would answer it. An engine that refuses more than its peers has other
+flags or another version: a shorter context, no tools, fewer adapters, another key.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable
+
+import msgspec
+
+from kvrouter.router.base.common.ids import WorkerKey
+
+# The last answers that count: what an operator has changed meanwhile should not be reported for long.
+WINDOW = 128
+WINDOW_S = 600.0
+# A worker is judged from this many answers on, and compared with as many of its peers together.
+COUNTED_MIN = 32
+# A worker differs if it refuses a tenth of its requests and four times the share of its peers; less is no reason to
+# look into it.
+SHARE_MIN = 0.1
+RATIO = 4.0
+# The probability of a worker's refusals must also be below this where all workers refuse alike. The check is repeated
+# with every answer, so a usual level of significance would report healthy fleets within hours.
+CHANCE_MAX = 1e-6
+
+# The first status that is the client's error, and the first that is the worker's.
+FIRST_ERROR, FIRST_SERVER_ERROR = 400, 500
+
+
+class AnswerCount(msgspec.Struct, frozen=True):
+    """The answers of one worker, or of several together, within the window."""
+
+    answers: int
+    # Those with a status of 400 to 499.
+    refused: int
+
+    def __add__(self, other: AnswerCount) -> AnswerCount:
+        return AnswerCount(self.answers + other.answers, self.refused + other.refused)
+
+    def __sub__(self, other: AnswerCount) -> AnswerCount:
+        return AnswerCount(self.answers - other.answers, self.refused - other.refused)
+
+
+NO_ANSWERS = AnswerCount(0, 0)
+
+
+def differs(own: AnswerCount, peers: AnswerCount) -> bool:
+    """Return whether a worker refuses so much more than its peers that neither chance nor their clients explain it."""
+    if min(own.answers, peers.answers) < COUNTED_MIN:
+        return False
+    # One refusal more is assumed of the peers, so that none at all is no certainty.
+    usual_share = (peers.refused + 1) / (peers.answers + 1)
+    own_share = own.refused / own.answers
+    return own_share >= max(SHARE_MIN, RATIO * usual_share) and _chance(own, usual_share) < CHANCE_MAX
+
+
+def _chance(own: AnswerCount, share: float) -> float:
+    """Return the probability of this number of refusals or more if each request is refused with probability `share`."""
+    n = own.answers
+    return math.fsum(math.comb(n, k) * share**k * (1 - share) ** (n - k) for k in range(own.refused, n + 1))
+
+
+class _Window:
+    """The last answers of one worker: when each came, and its status."""
+
+    def __init__(self) -> None:
+        self._answers: deque[tuple[float, int]] = deque()
+        self._refused: Counter[int] = Counter()
+
+    def add(self, now_s: float, status: int) -> None:
+        self._answers.append((now_s, status))
+        if _is_refusal(status):
+            self._refused[status] += 1
+        if len(self._answers) > WINDOW:
+            self._drop()
+
+    def count(self, now_s: float) -> AnswerCount:
+        while self._answers and self._answers[0][0] < now_s - WINDOW_S:
+            self._drop()
+        return AnswerCount(len(self._answers), self._refused.total())
+
+    def _drop(self) -> None:
+        _, status = self._answers.popleft()
+        if _is_refusal(status):
+            self._refused[status] -= 1
+
+    def usual_status(self) -> int:
+        """Return the most frequent status among the refusals, of which there must be one."""
+        return self._refused.most_common(1)[0][0]
+
+
+def _is_refusal(status: int) -> bool:
+    return FIRST_ERROR <= status < FIRST_SERVER_ERROR
+
+
+class RefusedRequests:
+    """The last answers of every worker."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        # Returns monotonic seconds.
+        self._clock = clock
+        self._windows: dict[WorkerKey, _Window] = {}
+
+    def add(self, worker: WorkerKey, status: int) -> None:
+        """Count a complete answer."""
+        window = self._windows.get(worker)
+        if window is None:
+            window = self._windows[worker] = _Window()
+        window.add(self._clock(), status)
+
+    def forget(self, worker: WorkerKey) -> None:
+        """Forget a worker that is gone, or whose engine may have another process now."""
+        self._windows.pop(worker, None)
+
+    def problems(self) -> dict[WorkerKey, str]:
+        """Return a sentence for each worker that refuses more than its peers."""
+        now_s = self._clock()
+        counts = {worker: window.count(now_s) for worker, window in self._windows.items()}
+        of_model: dict[str, AnswerCount] = {}
+        for worker, count in counts.items():
+            of_model[worker.model] = of_model.get(worker.model, NO_ANSWERS) + count
+        problems = {}
+        for worker, own in counts.items():
+            peers = of_model[worker.model] - own
+            if differs(own, peers):
+                status = self._windows[worker].usual_status()
+                problems[worker] = (
+                    f"it refused {own.refused} of its last {own.answers} requests (mostly with {status}), and its peers "
+                    f"{peers.refused} of {peers.answers}"
+                )
+        return problems

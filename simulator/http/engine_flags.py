@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flags of `vllm serve` that decide what a router can learn from an engine."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvrouter.simulator.cache.hashing import DEFAULT_SEED
+
+
+class EngineFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """The flags of one engine process. The defaults are those that a router needs."""
+
+    # --api-key: requests below /v1 without this key are answered with 401. None: no key is wanted.
+    api_key: str | None = None
+    # --kv-events-config: whether events are published.
+    kv_events: bool = True
+    # --enable-prefix-caching: whether blocks are kept for later prompts.
+    prefix_caching: bool = True
+    # --enable-prompt-tokens-details: whether usage has the cached tokens.
+    prompt_tokens_details: bool = True
+    # The environment's PYTHONHASHSEED, which is the seed of the block hashes.
+    hash_seed: str = DEFAULT_SEED
+
+
+# The flags that docs/how-to/vllm.md recommends.
+RECOMMENDED = EngineFlags()
