@@ -28,6 +28,7 @@ from benchmarks.processes import cpu_s
 from benchmarks.report import machine, markdown, parser_of
 from kvrouter.router.base.common.shutdown import Shutdown
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.model.config.live_settings import LiveSettings
 from kvrouter.router.model.config.settings import Config
 from kvrouter.router.serve.access.access import Access
 from kvrouter.router.serve.access.certificate import CertificateFiles, read_certificate
@@ -92,7 +93,7 @@ def serve(way: str, pair: list[str] | None) -> None:
     print(listener.getsockname()[1], flush=True)
     hot = {HOT: lambda asked: REPLY}
     metrics = HttpMetrics(MetricRegistry())
-    access = Access(Config(), metrics.access, clock=time.monotonic, wall_clock=time.time)
+    access = Access(LiveSettings(Config()), metrics.access, clock=time.monotonic, wall_clock=time.time)
     guard = Guard(access, RouteTable([], [("POST", HOT)]), OPEN_PATHS)
     api = HttpApi(
         hot,

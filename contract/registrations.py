@@ -26,6 +26,9 @@ REPLAY_ENDPOINT = "the ZMQ address of the engine's replay socket; needs endpoint
 PATCH_ENDPOINT = "where the engine patch answers; by default derived from endpoint; off: not looked for"
 PATCH_KEY = "the patch's public CURVE key (40 characters, Z85); with it, nothing unencrypted is read"
 URL = "the engine's HTTP address, with an optional path before all others; no query, no fragment; /v1 at its end is cut"
+ENGINE_KEY = (
+    "the name of the engine's API key in worker_api_keys_file of each router, never the key; by default `default`"
+)
 BLOCK_SIZE = "tokens in a block; by default learned"
 LORA_NAME = "the one LoRA adapter that the worker serves"
 CATALOG = "what is known of the KV cache; it overrides what is learned, and the rest is still learned"
@@ -127,6 +130,7 @@ class WorkerPatch(DynamoWorker, kw_only=True):
     replay_endpoint: Annotated[str | UnsetType | None, Meta(description=REPLAY_ENDPOINT)] = UNSET
     patch_endpoint: Annotated[str | UnsetType | None, Meta(description=PATCH_ENDPOINT)] = UNSET
     patch_key: Annotated[str | UnsetType | None, Meta(description=PATCH_KEY)] = UNSET
+    engine_key: Annotated[str | UnsetType | None, Meta(description=ENGINE_KEY)] = UNSET
     url: Annotated[str | UnsetType | None, Meta(description=URL)] = UNSET
     block_size: Annotated[int | UnsetType | None, Meta(description=BLOCK_SIZE)] = UNSET
     lora_name: Annotated[str | UnsetType | None, Meta(description=LORA_NAME)] = UNSET
@@ -151,6 +155,7 @@ class RegisterBody(DynamoWorker, kw_only=True):
     replay_endpoint: Annotated[str | None, Meta(description=REPLAY_ENDPOINT)] = None
     patch_endpoint: Annotated[str | None, Meta(description=PATCH_ENDPOINT)] = None
     patch_key: Annotated[str | None, Meta(description=PATCH_KEY)] = None
+    engine_key: Annotated[str | None, Meta(description=ENGINE_KEY)] = None
     url: Annotated[str | None, Meta(description=URL)] = None
     block_size: Annotated[int | None, Meta(description=BLOCK_SIZE)] = None
     lora_name: Annotated[str | None, Meta(description=LORA_NAME)] = None

@@ -65,7 +65,6 @@ def _servers(
     if not options.instant:
         timing = Timing(options.prefill_rate, options.step_ms / 1e3, options.decode_ms / 1e3, options.load_rate)
     flags = EngineFlags(
-        api_key=options.api_key,
         kv_events=not options.no_kv_events,
         prefix_caching=not options.no_prefix_caching,
         prompt_tokens_details=not options.no_prompt_tokens_details,
@@ -101,7 +100,7 @@ def _serve(options: SimpleNamespace) -> int:
     with zmq.Context[zmq.Socket[bytes]]() as context, contextlib.ExitStack() as undo:
         try:
             servers = _servers(options, context, undo)
-            names = ("drop_events", "lose_events", "stall_s", "slow", "fail")
+            names = ("drop_events", "lose_events", "stall_s", "slow", "fail", "api_keys")
             fault_values = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
             faults = msgspec.convert(fault_values, Faults)
             thread = ServerThread(servers, faults=faults)
@@ -159,10 +158,7 @@ def sim(
     no_prompt_tokens_details: Annotated[
         bool, _switch("do not report cached tokens in usage", "--no-prompt-tokens-details")
     ] = False,
-    hash_seed: Annotated[
-        str, _help("seed of the block hashes, as PYTHONHASHSEED", metavar="SEED")
-    ] = DEFAULT_SEED,
-    api_key: Annotated[str | None, _help("answer 401 below /v1 without this key", metavar="KEY")] = None,
+    hash_seed: Annotated[str, _help("seed of the block hashes, as PYTHONHASHSEED", metavar="SEED")] = DEFAULT_SEED,
     instant: Annotated[bool, _switch("steps take no time", "--instant")] = False,
     prefill_rate: Annotated[float, _help("prefill rate, tokens/s")] = DEFAULT.prefill_tokens_per_s,
     step_ms: Annotated[float, _help("time of a step without tokens, ms")] = DEFAULT.step_base_s * 1e3,
@@ -173,6 +169,10 @@ def sim(
     stall_s: Annotated[float | None, _help("fault: no step ends for S seconds", "--stall", metavar="S")] = None,
     slow: Annotated[float | None, _help("fault: steps take FACTOR times as long", metavar="FACTOR")] = None,
     fail: Annotated[int | None, _help("fault: the next N generation requests get an error")] = None,
+    api_keys: Annotated[
+        list[str] | None,
+        _help("key that requests below /v1 need, as with vLLM; repeatable", "--api-key", metavar="KEY"),
+    ] = None,
 ) -> None:
     """Run simulated engine replicas: vLLM's scheduler, cache and event stream without a model.
 

@@ -95,6 +95,7 @@ class Api:
         self._fail = 0
         self._fail_status = 500
         self._unhealthy = False
+        self._api_keys: tuple[str, ...] = ()
 
     def app(self) -> web.Application:
         """Return the application with its routes."""
@@ -124,8 +125,10 @@ class Api:
             if request.transport is not None:
                 request.transport.abort()
             return web.Response(status=503)
+        wanted = [f"Bearer {key}" for key in self._api_keys]
+        if wanted and request.path.startswith("/v1") and request.headers.get("authorization") not in wanted:
+            return json_response({"error": "Unauthorized"}, 401)
         try:
-            self._check_key(request)
             return await handler(request)
         except Refused as refusal:
             body = error(refusal.status, str(refusal))
@@ -134,16 +137,6 @@ class Api:
             return json_response(body, refusal.status)
         except web.HTTPRequestEntityTooLarge:
             return json_response(error(413, f"the body is larger than {MAX_BODY_BYTES} bytes"), 413)
-
-    def _check_key(self, request: web.Request) -> None:
-        """Raise Refused for a request below /v1 without the API key, as vLLM's AuthenticationMiddleware."""
-        key = self._flags.api_key
-        if (
-            key is not None
-            and request.path.startswith("/v1")
-            and request.headers.get("authorization") != f"Bearer {key}"
-        ):
-            raise Refused(401, "Unauthorized")
 
     async def read(self, request: web.Request, kind: type[Body]) -> Body:
         """Return the decoded body. Raises Refused."""
@@ -365,6 +358,8 @@ class Api:
             self._fail_status = faults.fail_status
         if faults.unhealthy is not None:
             self._unhealthy = faults.unhealthy
+        if faults.api_keys is not None:
+            self._api_keys = faults.api_keys
         if faults.restart:
             await self._restart(faults.down_s or 0.0)
 

@@ -11,8 +11,6 @@ from kvrouter.simulator.cache.hashing import DEFAULT_SEED
 class EngineFlags(msgspec.Struct, frozen=True, kw_only=True):
     """The flags of one engine process. The defaults are those that a router needs."""
 
-    # --api-key: requests below /v1 without this key are answered with 401. None: no key is wanted.
-    api_key: str | None = None
     # --kv-events-config: whether events are published.
     kv_events: bool = True
     # --enable-prefix-caching: whether blocks are kept for later prompts.

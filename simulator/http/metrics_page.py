@@ -37,12 +37,6 @@ class _Page:
             gauge = GaugeMetricFamily(f"vllm:{name}", help_text, labels=("model_name", "engine"))
             gauge.add_metric(self._labels, value)
             yield gauge
-        # One of the fields that vLLM has there: it tells routers how full a cache is.
-        config = GaugeMetricFamily(
-            "vllm:cache_config_info", "Information of the LLMEngine CacheConfig", labels=("engine", "num_gpu_blocks")
-        )
-        config.add_metric((self._labels[1], str(scheduler.cache.pool.num_blocks)), 1)
-        yield config
         for name, help_text, value in (
             ("prefix_cache_queries", "Prefix cache queries, in tokens.", scheduler.queried_tokens),
             ("prefix_cache_hits", "Prefix cache hits, in tokens.", scheduler.hit_tokens),

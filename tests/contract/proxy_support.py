@@ -29,6 +29,7 @@ from kvrouter.router.base.common.errors import BadQuestion, NoWorker, UnknownMod
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.index.matching.question import Hit
+from kvrouter.router.model.config.live_settings import LiveSettings
 from kvrouter.router.model.config.settings import Config
 from kvrouter.router.model.upstream.pool import Pool
 from kvrouter.router.model.workers.allow_list import AllowList
@@ -200,6 +201,7 @@ class ProxyServer:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         config = self._config
+        self.engine_key = EngineKey(config.worker_api_key, AllowList(config.allow_hosts), self.core.registrations)
         self.pool = Pool(self.loop, AllowList(config.allow_hosts))
         # The rest of the API uses a real placer.
         placer = Placer(
@@ -221,11 +223,11 @@ class ProxyServer:
             quality=self.quality,
             allowed=AllowList(config.allow_hosts),
             silence_s=config.answer_timeout_s,
-            engine_key=EngineKey(config.worker_api_key, AllowList(config.allow_hosts), self.core.registrations),
+            engine_key=self.engine_key,
             has_own_key=config.api_key is not None,
             shows_hits=config.predicted_hit_header == "on",
         )
-        access = Access(config, self.metrics.http.access, clock=time.monotonic, wall_clock=time.time)
+        access = Access(LiveSettings(config), self.metrics.http.access, clock=time.monotonic, wall_clock=time.time)
         app = build_api(
             self.core,
             placer,

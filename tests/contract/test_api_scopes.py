@@ -16,8 +16,8 @@ import pytest
 from fastapi.routing import APIRoute
 
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.model.config import reloaded
 from kvrouter.router.route.tokens.proxied_paths import PATHS
-from kvrouter.router.serve.access import access as access_module
 from kvrouter.router.serve.access.access import Access
 from kvrouter.router.serve.access.scope import Scope
 from kvrouter.router.serve.api.http.http_api import HttpApi
@@ -162,10 +162,10 @@ def test_requests_are_counted_by_the_name_of_their_key(core: TinyCore, file: Pat
 
 
 class Watched:
-    """An API that polls its key file every 10 ms while `access.watch` runs."""
+    """An API that polls its key file every 10 ms while the files are watched."""
 
     def __init__(self, core: TinyCore, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
-        monkeypatch.setattr(access_module, "POLL_S", 0.01)
+        monkeypatch.setattr(reloaded, "POLL_S", 0.01)
         instances: list[Access] = []
 
         def keep(*arguments: object, **more: object) -> Access:
@@ -204,7 +204,7 @@ async def test_keys_are_changed_without_a_restart_and_a_broken_file_changes_noth
     watched: Watched, file: Path
 ) -> None:
     old, new = KEYS[Scope.WATCH], "the-new-key-to-watch-with"
-    watching = asyncio.create_task(watched.access.watch())
+    watching = asyncio.create_task(watched.access.settings.files.watch())
     try:
         # Both keys are valid at the same time, so that clients can change one after the other.
         write(file, listed(("watch", [Scope.WATCH], old), ("new", [Scope.WATCH], new)))

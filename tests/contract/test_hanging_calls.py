@@ -18,12 +18,10 @@ from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.hanging_call import CallHangs, HangingCall
 from kvrouter.router.base.common.regular_file import read_regular
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.follow.discovery.files.file_source import FileSource
+from kvrouter.router.model.config.live_settings import LiveSettings
+from kvrouter.router.model.config.reloaded import Reloaded, ReloadMetrics
 from kvrouter.router.model.config.settings import Config
-from kvrouter.router.serve.access.access import Access
-from kvrouter.router.serve.access.access_metrics import AccessMetrics
 from kvrouter.router.serve.access.certificate import CertificateFiles, read_certificate
-from kvrouter.router.serve.access.reloaded import Reloaded
 from tests.support.certificates import Authority
 
 # Any time will do, because a read hangs until the pipe is fed.
@@ -107,7 +105,7 @@ async def test_a_file_of_keys_that_hangs_is_a_problem_until_it_is_read(tmp_path:
     file = tmp_path / "keys"
     file.write_text("x")
     pipe.write(b"1")
-    metrics = AccessMetrics(MetricRegistry())
+    metrics = ReloadMetrics(MetricRegistry())
     reloaded = Reloaded("api_keys", [file], pipe.read, metrics, hang_s=HANG_S)
     file.write_text("xy")
     while not reloaded.problem:
@@ -124,26 +122,7 @@ def test_a_start_does_not_wait_for_a_file_that_hangs(tmp_path: Path, pipe: Pipe)
     file = tmp_path / "keys"
     file.write_text("x")
     with pytest.raises(SettingError, match="no answer in"):
-        Reloaded("api_keys", [file], pipe.read, AccessMetrics(MetricRegistry()), hang_s=HANG_S)
-    source = FileSource("file", file, lambda _: [] if pipe.read() else None, hang_s=HANG_S)
-    with pytest.raises(SettingError, match="no answer in"):
-        source.begin()
-
-
-async def test_a_file_of_workers_that_hangs_is_a_problem_until_it_is_read(tmp_path: Path, pipe: Pipe) -> None:
-    file = tmp_path / "workers"
-    file.write_text("x")
-    pipe.write(b"1")
-    source = FileSource("file", file, lambda _: () if pipe.read() else None, hang_s=HANG_S)
-    source.begin()
-    file.write_text("xy")
-    while not source.problem:
-        await source.look()
-    assert source.problem == f"cannot read {file}: no answer in {HANG_S:g} s; restore its mount, or put it back"
-    pipe.write(b"2")
-    while source.problem:
-        await source.look()
-    assert source.shown == ()
+        Reloaded("api_keys", [file], pipe.read, ReloadMetrics(MetricRegistry()), hang_s=HANG_S)
 
 
 class Mount(PosixPath):
@@ -167,39 +146,6 @@ def mount(tmp_path: Path, pipe: Pipe) -> Iterator[Mount]:
     Mount.feed = None
 
 
-async def test_a_file_of_workers_whose_mount_comes_back_unchanged_is_no_problem(mount: Mount, pipe: Pipe) -> None:
-    mount.write_text("good")
-
-    def read(text: str) -> tuple[()]:
-        if text != "good":
-            raise SettingError("the text is wrong")
-        return ()
-
-    source = FileSource("file", mount, read, hang_s=HANG_S)
-    source.begin()
-
-    async def until(holds: Callable[[], bool]) -> None:
-        for _ in range(LOOKS):
-            await source.look()
-            if holds():
-                return
-        raise AssertionError(source.problem)
-
-    async def hang_and_come_back() -> None:
-        Mount.feed = pipe
-        await until(lambda: "no answer" in source.problem)
-        Mount.feed = None
-        pipe.write(b"1")
-        await until(lambda: "no answer" not in source.problem)
-
-    await hang_and_come_back()
-    assert (source.problem, source.shown) == ("", ())
-    mount.write_text("wrong")
-    await until(lambda: source.problem == "the text is wrong")
-    await hang_and_come_back()
-    assert source.problem == "the text is wrong", "the mount is back, and the text still wrong"
-
-
 async def test_a_file_of_keys_whose_mount_comes_back_unchanged_is_no_problem(mount: Mount, pipe: Pipe) -> None:
     mount.write_text("good")
     registry = MetricRegistry()
@@ -210,7 +156,7 @@ async def test_a_file_of_keys_whose_mount_comes_back_unchanged_is_no_problem(mou
             raise SettingError("the text is wrong")
         return text
 
-    reloaded = Reloaded("api_keys", [mount], read, AccessMetrics(registry), hang_s=HANG_S)
+    reloaded = Reloaded("api_keys", [mount], read, ReloadMetrics(registry), hang_s=HANG_S)
 
     def stale() -> float | None:
         return registry.get_sample_value("kvrouter_access_file_stale", {"file": "api_keys"})
@@ -267,8 +213,7 @@ def test_a_fifo_in_place_of_a_pem_file_does_not_block(tmp_path: Path, place: str
 
 async def test_without_files_there_is_nothing_to_watch_and_no_end() -> None:
     """Watch without files: the task must not end, because a task that ends counts as a failure of the router."""
-    access = Access(Config(), AccessMetrics(MetricRegistry()), clock=lambda: 0.0, wall_clock=lambda: 0.0)
-    watching = asyncio.create_task(access.watch())
+    watching = asyncio.create_task(LiveSettings(Config()).files.watch())
     for _ in range(10):
         await asyncio.sleep(0)
     assert not watching.done()

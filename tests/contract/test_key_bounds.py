@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ KEYS = {
     "bound": "{scopes: [ask], models: [m], cache_salts: [mine, ours]",
     "other": "{scopes: [ask], models: [n]",
     "styled": "{scopes: [ask], models: [style]",
+    "salted": "{scopes: [ask], cache_salt: private, cache_salts: [second]",
+    "rotated": "{scopes: [ask], cache_salt: private",
 }
 PROMPT = {"model": "m", "token_ids": [1, 2, 3]}
 # Every path that answers with hits, or derives something from them.
@@ -140,6 +143,66 @@ def test_a_proxied_prompt_is_bound_as_a_question_is(file: Path, path: str) -> No
         assert len(engine.asked) == requests_before + (3 if path in WITHOUT_PROMPT else 0)
 
 
+@pytest.mark.parametrize("path", sorted(PATHS - AUDIO))
+def test_a_keys_salt_is_put_into_its_proxied_prompts(file: Path, path: str) -> None:
+    text = {"model": "m", "prompt": "hi", "messages": [{"role": "user", "content": "hi"}], "input": "hi"}
+    with ScriptedEngine(plain(b"{}")) as engine, proxying(worker("w0", engine.url), api_keys_file=str(file)) as router:
+
+        def sent(name: str, **more: Any) -> Any:
+            """Return the salt that the engine got, or the error's code if it got no request."""
+            before = len(engine.asked)
+            status, _, answer = router.post(path, text | more, bearer(name))
+            if status == 403:
+                assert len(engine.asked) == before
+                return json.loads(answer)["error"]["code"]
+            return json.loads(engine.asked[-1].body).get("cache_salt", "none")
+
+        # Prompts on these paths are not cached, so they are sent as they are.
+        own = "none" if path in WITHOUT_PROMPT else "private"
+        assert sent("salted") == sent("rotated") == own
+        if path in WITHOUT_PROMPT:
+            return
+        assert sent("salted", cache_salt="") == sent("salted", cache_salt=None) == "private"
+        assert sent("salted", cache_salt="private") == "private" and sent("salted", cache_salt="second") == "second"
+        assert sent("salted", cache_salt="other") == sent("rotated", cache_salt="second") == "salt_not_allowed"
+        assert sent("old", cache_salt="private") == sent("bound", cache_salt="private") == "salt_not_allowed"
+        assert sent("old", cache_salt="other") == "other" and sent("old") == "none"
+        (request,) = {request.question.cache_salt for request in router.placer.requests[:2]}
+        assert request == "private", "the prediction is about the prompt that the engine gets"
+
+
+def test_a_keys_salt_keeps_the_other_values_of_a_body(file: Path) -> None:
+    body = b'{"n":  1.50,"cache_salt": null,"model": "m", "prompt": [1,2,3], "cache_salt": ""}'
+    with ScriptedEngine(plain(b"{}")) as engine, proxying(worker("w0", engine.url), api_keys_file=str(file)) as router:
+        assert router.post("/v1/completions", body, bearer("salted"))[0] == 200
+        assert engine.asked[0].body == b'{"n":1.50,"cache_salt":"private","model":"m","prompt":[1,2,3]}'
+
+
+@pytest.mark.parametrize("path", HIT_PATHS)
+def test_a_keys_salt_is_that_of_its_questions(app: HttpApi, core: TinyCore, path: str) -> None:
+    def asked(name: str, **more: Any) -> tuple[int, str]:
+        answer = call(app, "POST", path, body_of(path, **more), headers=bearer(name))
+        return answer.status, "" if answer.status < 300 else answer.error["code"]
+
+    refused = (403, "salt_not_allowed")
+    assert asked("old", cache_salt="private") == refused
+    if path == "/query_by_hash":
+        assert asked("salted") == refused, "hashes do not show their salt"
+        return
+    own = (201 if path == "/reservations" else 200, "")
+    assert asked("salted", selection_id="a") == asked("salted", cache_salt="private", selection_id="b") == own
+    assert core.asked[-1].cache_salt == core.asked[-2].cache_salt == "private"
+    assert asked("salted", cache_salt="second", selection_id="c") == own and core.asked[-1].cache_salt == "second"
+    assert asked("salted", cache_salt="other") == refused
+
+
+def test_a_keys_salt_is_that_of_its_texts(app: HttpApi, core: TinyCore) -> None:
+    body = {"model": "m", "prompt": "hi"}
+    assert call(app, "POST", "/select", body, headers=bearer("salted")).status == 200
+    assert core.asked[-1].cache_salt == "private"
+    assert call(app, "POST", "/select", {**body, "cache_salt": "private"}, headers=bearer("old")).status == 403
+
+
 @pytest.mark.parametrize("path", sorted(AUDIO))
 def test_a_form_has_no_salt(file: Path, path: str) -> None:
     form = b'--b\r\ncontent-disposition: form-data; name="model"\r\n\r\nm\r\n--b--\r\n'
@@ -147,6 +210,7 @@ def test_a_form_has_no_salt(file: Path, path: str) -> None:
     with ScriptedEngine(plain(b"{}")) as engine, proxying(worker("w0", engine.url), api_keys_file=str(file)) as router:
         assert router.post(path, form, bearer("bound") | kind)[0] == 403
         assert router.post(path, form, bearer("other") | kind)[0] == 403
+        assert router.post(path, form, bearer("salted") | kind)[0] == 403
         assert not engine.asked
         assert router.post(path, form, bearer("old") | kind)[0] == 200
 
@@ -164,7 +228,16 @@ def test_the_header_with_the_predicted_hit_can_be_left_off(shown: str) -> None:
 
 @pytest.mark.parametrize(
     "more",
-    ["models: []", "models: m", "models: ['']", "cache_salts: [1]", "cache_salts: []", "salts: [a]"],
+    [
+        "models: []",
+        "models: m",
+        "models: ['']",
+        "cache_salts: [1]",
+        "cache_salts: []",
+        "salts: [a]",
+        "cache_salt: ''",
+        "cache_salt: [a]",
+    ],
 )
 def test_invalid_bounds_are_refused(more: str) -> None:
     with pytest.raises(SettingError, match="`models` and `cache_salts`"):

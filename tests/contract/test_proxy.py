@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.route.tokens.proxied_paths import AUDIO, PATHS
 from tests.contract.proxy_support import CHAT, COMPLETIONS, fleet, proxying, worker
 from tests.contract.served_app import request as raw_request
@@ -257,6 +258,36 @@ def test_the_engine_gets_its_own_key_or_the_clients(
     with ScriptedEngine(plain(b"{}")) as engine, proxying(worker("w0", engine.url), **settings) as router:
         assert router.post(CHAT, BODY, {} if sent is None else {"authorization": sent})[0] == 200
         assert engine.asked[0].all("authorization") == received
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_a_request_that_meets_a_changed_key_is_sent_again_once(path: str) -> None:
+    wanted = "Bearer new"
+
+    async def guarded(asked: Asked, wire: Wire) -> None:
+        await plain(b"{}", "200 OK" if asked.all("authorization") == [wanted] else "401 Unauthorized")(asked, wire)
+
+    with (
+        ScriptedEngine(guarded) as engine,
+        proxying(worker("w0", engine.url), worker_api_key="old", **LISTED) as router,
+    ):
+        reads: list[str] = []
+
+        async def read() -> None:
+            reads.append("")
+            router.engine_key.take("new")
+
+        # The file still has the refused key.
+        assert router.post(path, BODY)[0] == 401 and len(engine.asked) == 1
+        router.engine_key.reader = read
+        assert router.post(path, BODY)[0] == 200
+        assert [asked.all("authorization") for asked in engine.asked[1:]] == [["Bearer old"], ["Bearer new"]]
+        assert engine.asked[1].body == engine.asked[2].body
+        assert router.sample("proxy_retries_total", kind="key") == 1 and len(reads) == 1
+        wanted = "Bearer another"
+        assert router.post(path, BODY)[0] == 401, "the key did not change"
+        assert len(engine.asked) == 4 and len(reads) == 2
+        assert router.post(path, BODY)[0] == 401 and router.admission.problem(WorkerKey("m", "w0")) is None
 
 
 def test_without_the_routers_key_nothing_is_forwarded() -> None:

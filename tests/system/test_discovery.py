@@ -171,17 +171,17 @@ def test_a_file_is_followed_and_a_wrong_one_changes_nothing(tmp_path: Path, repl
         assert rows(router)["w0"]["epoch"] == epoch, "what did not change is not touched"
 
 
-def test_the_settings_file_is_followed_for_its_workers_alone(tmp_path: Path, replicas: list[ReplicaServer]) -> None:
+def test_the_settings_file_is_followed_for_its_workers(tmp_path: Path, replicas: list[ReplicaServer]) -> None:
     first, second = (replica.endpoints["url"] for replica in replicas)
     file = tmp_path / "k.yaml"
-    file.write_text(f"queue_size: 7\nworkers: [w0={first}]\n")
+    file.write_text(f"decisions_kept: 7\nworkers: [w0={first}]\n")
     with RouterProcess(tmp_path / "r", ["--config", str(file)]) as router:
         assert until(live(router, "w0"), "the first")["w0"]["source"] == "config"
-        write(file, f"queue_size: 8\nlog_level: debug\nworkers: [w1={second}]\n")
+        write(file, f"decisions_kept: 8\nlog_level: debug\nworkers: [w1={second}]\n")
         until(live(router, "w1"), "the other")
         log = router.log_tail()
         assert log.count("settings changed: restart the router to apply them") == 1
-        assert "queue_size" in log and "log_level" in log
+        assert "decisions_kept" in log and "log_level" in log
         write(file, f"queue_size: eight\nworkers: [w0={first}]\n")
         until(lambda: "queue_size" in said(router), "told")
         assert set(rows(router)) == {"w1"}, "never half"

@@ -14,6 +14,8 @@ import pytest
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.file_watch import FileWatch
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.model.config.live_settings import LiveSettings
+from kvrouter.router.model.config.loading import Origin, load_config
 from kvrouter.router.model.config.settings import Config
 from kvrouter.router.serve.access.access import Access, TokenBucket
 from kvrouter.router.serve.access.access_metrics import AccessMetrics
@@ -31,7 +33,7 @@ DAY_S = 86_400.0
 def access(clock: list[float] | None = None, wall: list[float] | None = None, **settings: object) -> Access:
     now, wall_now = clock or [0.0], wall or [time.time()]
     return Access(
-        Config(**settings),  # type: ignore[arg-type]
+        LiveSettings(Config(**settings)),  # type: ignore[arg-type]
         AccessMetrics(MetricRegistry()),
         clock=lambda: now[0],
         wall_clock=lambda: wall_now[0],
@@ -173,6 +175,22 @@ def test_each_key_has_its_own_rate_limit() -> None:
     assert limited.registration_pause_s("a") == 0.0
     unlimited = access(now, max_workers=1, registrations_per_s=0.0)
     assert not any(unlimited.registration_pause_s("a") for _ in range(1_000))
+
+
+async def test_a_rate_of_the_settings_file_is_applied(tmp_path: Path) -> None:
+    file = tmp_path / "k.yaml"
+    file.write_text("registrations_per_s: 1\nmax_workers: 1\n")
+    config = load_config(file, {}, {})
+    live = LiveSettings(config, Origin(str(file), {}, config))
+    limited = Access(live, AccessMetrics(MetricRegistry()), clock=lambda: 0.0, wall_clock=time.time)
+    while not limited.registration_pause_s("a"):
+        pass
+    assert limited.registration_pause_s("a") == 1.0
+    file.write_text("registrations_per_s: 4\nmax_workers: 1\n")
+    await live.files.read_again()
+    while not limited.registration_pause_s("a"):
+        pass
+    assert limited.registration_pause_s("a") == 0.25
 
 
 # Files.

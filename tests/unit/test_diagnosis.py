@@ -137,6 +137,7 @@ FAULTS: dict[str, Snapshot] = {
     "KV009": snapshot(unready="all workers drain"),
     "KV010": snapshot(unused_files=["tls_key is another's; the former is used"]),
     "KV011": snapshot(expiry_caution="the certificate expires in 3 days"),
+    "KV012": snapshot(unapplied=["k.yaml has other values than at the start, of port: restart the router"]),
     "KV101": snapshot(worker(state=StreamState.DOWN, reason="refused"), endpoints={EVENTS: EndpointAnswer("refused")}),
     "KV102": snapshot(worker(unserved="its engine serves n: requests for m get 404")),
     "KV103": snapshot(worker(state=StreamState.DOWN, refusal="10.0.0.1 is not in allow_hosts")),

@@ -6,17 +6,21 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvrouter.router.base.common import file_watch
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.follow.discovery.files.file_source import FileSource
-from kvrouter.router.follow.discovery.files.settings_file import SettingsFile
 from kvrouter.router.follow.discovery.files.workers_file import parse_workers
-from kvrouter.router.model.config.loading import Origin
+from kvrouter.router.follow.discovery.sources import named_sources
+from kvrouter.router.model.config import reloaded
+from kvrouter.router.model.config.live_settings import LiveSettings
+from kvrouter.router.model.config.loading import Origin, load_config
+from kvrouter.router.model.config.settings import Config
 from kvrouter.router.model.workers.registration import BASE_PATH_LEFT_OUT, CatalogSpec, GroupSpec, Registration
 from kvrouter.router.model.workers.role import Role
 from kvrouter.router.model.workers.source_precedence import CONFIG, FILE
@@ -30,22 +34,22 @@ WHOLE = """
 """
 
 
-def watched(path: Path) -> FileSource:
-    source = FileSource(FILE, path, lambda text: parse_workers(text, str(path), FILE))
-    source.begin()
+def watched(path: Path) -> FileSource[Any]:
+    (source,) = named_sources(LiveSettings(Config(workers_file=str(path))), Origin(), {}, alone=False)
+    assert isinstance(source, FileSource) and source.name == FILE
     return source
 
 
-def watched_file(folder: Path, text: str = "- a=http://h:1\n") -> tuple[Path, FileSource]:
+def watched_file(folder: Path, text: str = "- a=http://h:1\n") -> tuple[Path, FileSource[Any]]:
     file = folder / "w.yaml"
     file.write_text(text)
     return file, watched(file)
 
 
-def look(source: FileSource, times: int = 2) -> list[str]:
+def look(source: FileSource[Any], times: int = 2) -> list[str]:
     """Look at the file `times` times and return the workers' ids; a change counts at the second look."""
     for _ in range(times):
-        asyncio.run(source.look())
+        asyncio.run(source.file.look())
     return [candidate.registration.worker.worker_id for candidate in source.shown or ()]
 
 
@@ -178,7 +182,7 @@ def test_a_missing_file_keeps_the_known_workers(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_too_large_keeps_the_known_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrouter.router.follow.discovery.files.file_source.MAX_FILE_BYTES", 100)
+    monkeypatch.setattr("kvrouter.router.follow.discovery.sources.MAX_FILE_BYTES", 100)
     file, source = watched_file(tmp_path)
     file.write_text("- b=http://h:1\n" + "#" * 100)
     assert look(source) == ["a"] and "at most 100 are read" in source.problem
@@ -189,7 +193,7 @@ def test_an_unreadable_file_is_tried_again_without_a_change(tmp_path: Path, monk
     file, source = watched_file(tmp_path)
     file.write_text("- b=http://h:1\n")
     with monkeypatch.context() as refused:
-        refused.setattr(file_watch, "read_regular", refuse)
+        refused.setattr(reloaded, "read_regular", refuse)
         assert look(source) == ["a"] and "Permission denied" in source.problem
         assert look(source, 3) == ["a"] and "Permission denied" in source.problem
     assert look(source) == ["b"] and source.problem == ""
@@ -199,10 +203,14 @@ def refuse(path: Path, max_bytes: int) -> bytes:
     raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
 
-def settings(path: Path, flags: dict[str, str | list[str]], environ: dict[str, str]) -> FileSource:
-    origin = Origin(str(path), flags)
-    source = FileSource(CONFIG, path, SettingsFile(path, origin, environ).read)
-    source.begin()
+def settings(path: Path, flags: dict[str, str | list[str]], environ: dict[str, str]) -> FileSource[Any]:
+    config = load_config(path, environ, flags)
+    origin = Origin(str(path), flags, config)
+    live = LiveSettings(config, origin, environ)
+    (source,) = (
+        source for source in named_sources(live, origin, environ, alone=False) if isinstance(source, FileSource)
+    )
+    assert source.name == CONFIG
     return source
 
 
@@ -216,7 +224,7 @@ def test_the_settings_file_names_workers_unless_a_flag_does(tmp_path: Path, capl
     assert look(source) == ["b"]
     file.write_text("port: 2\nworkers: [c=http://h:1]\n")
     assert look(source) == ["c"]
-    assert [record.getMessage() for record in caplog.records] == [
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
         "settings changed: restart the router to apply them"
     ], "reported once"
     file.write_text("port: 1\nqueue_size: many\nworkers: [d=http://h:1]\n")

@@ -9,16 +9,17 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.model.upstream.failure import Failure
 from kvrouter.router.model.upstream.origin import target_of
 from kvrouter.router.model.upstream.pool import Pool
 from kvrouter.router.model.upstream.resolver import CheckedResolver
 from kvrouter.router.model.workers.allow_list import AllowList
-from kvrouter.router.model.workers.engine_key import EngineKey
+from kvrouter.router.model.workers.engine_key import EngineKey, parse_engine_keys
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.source_precedence import PRECEDENCE, REGISTER
-from kvrouter.router.model.workers.worker_spec import url_problem
+from kvrouter.router.model.workers.worker_spec import key_name_problem, url_problem
 
 URL = "http://10.0.0.5:8000"
 
@@ -58,6 +59,69 @@ def test_registrations_are_followed() -> None:
     assert key.header_for_url(URL) == "Bearer secret"
     registrations = ()
     assert key.header_for_url(URL) is None
+
+
+def test_a_worker_gets_the_key_that_it_names() -> None:
+    named = Registration(WorkerKey("m", "w1", 0), url="http://10.0.0.6:8000", source="file", engine_key="b")
+    unknown = Registration(WorkerKey("m", "w2", 0), url="http://10.0.0.7:8000", source="file", engine_key="c")
+    key = EngineKey("common", AllowList(), lambda: [registered("file"), named, unknown])
+    key.take("common", {"b": "second"})
+    assert key.header_for_url(URL) == "Bearer common"
+    assert key.header_for_url("http://10.0.0.6:8000") == "Bearer second"
+    assert key.header_for_url("http://10.0.0.7:8000") is None, "no other engine's key"
+    assert key.missing() == {"c": ["w2"]} and key.withheld() == []
+    (problem,) = key.health()
+    assert "engine key c" in problem and "'w2'" in problem and "worker_api_keys_file" in problem
+    # The router queries the engine of a workers file before the engine is registered.
+    assert key.header_for_url("http://11.0.0.1", named=True, name="b") == "Bearer second"
+    key.take("common", {"default": "other", "b": "third", "c": "fourth"})
+    assert [key.header_for_url(f"http://10.0.0.{n}:8000") for n in (5, 6, 7)] == [
+        "Bearer other",
+        "Bearer third",
+        "Bearer fourth",
+    ]
+    key.take(None, {"b": "third"})
+    assert key.is_set and key.header_for_url(URL) is None and key.withheld() == []
+
+
+def test_a_client_does_not_decide_which_key_an_operators_engine_gets() -> None:
+    operators = Registration(WorkerKey("m", "w0", 0), url=URL, source="file", engine_key="a")
+    clients = Registration(WorkerKey("m", "w1", 0), url=URL, source=REGISTER, engine_key="b")
+    for registrations in ([operators, clients], [clients, operators]):
+        key = EngineKey(None, AllowList(), lambda found=registrations: found)  # type: ignore[misc]
+        key.take(None, {"a": "first", "b": "second"})
+        assert key.header_for_url(URL) == "Bearer first"
+
+
+def test_a_file_lists_keys_by_name() -> None:
+    assert parse_engine_keys('default: "k"\nteam-a: sk-1\n', "f") == {"default": "k", "team-a": "sk-1"}
+    assert parse_engine_keys('{"a": "b"}', "f") == {"a": "b"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "lists no keys"),
+        ("[a]", "lists no keys"),
+        ("a: [", "line 1 is not YAML"),
+        ("a: HUSH HUSH", "write the key a as quoted text"),
+        ("a: 5", "write the key a as quoted text"),
+        ("a: ''", "write the key a as quoted text"),
+        ("HUSH HUSH: a", "the name of key 1"),
+        ("5: a", "the name of key 1"),
+        ("- !!python/object/apply:os.system [HUSH]", "is not YAML"),
+        ("\n".join(f"k{n}: HUSH" for n in range(6_001)), "at most 6000"),
+    ],
+)
+def test_a_wrong_file_of_keys_is_named_without_its_keys(text: str, words: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        parse_engine_keys(text, "f")
+    assert words in caught.value.message and "HUSH" not in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["", "a b", "../x", "a" * 65, "ä", "a\n"])
+def test_a_name_of_a_key_has_plain_characters(name: str) -> None:
+    assert key_name_problem(name) is not None
 
 
 @pytest.mark.parametrize("part", ["?x=", "?", "#a", "#", "/latest/meta-data/?x=", "/a#?"])

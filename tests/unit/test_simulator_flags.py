@@ -84,10 +84,3 @@ def test_without_details_usage_has_no_cached_tokens(new_replica: NewReplica) -> 
 def test_the_seed_decides_the_hashes(new_replica: NewReplica) -> None:
     server = new_replica(EngineFlags(hash_seed="42"))
     assert server.replica._root == root_hash("42") != root_hash()
-
-
-def test_a_key_is_wanted_below_v1_alone(new_replica: NewReplica) -> None:
-    server = new_replica(EngineFlags(api_key="sesame"))
-    assert [get(server, "/v1/models", key)[0] for key in ("", "wrong", "sesame")] == [401, 401, 200]
-    assert get(server, "/v1/chat/completions/render")[0] == 401
-    assert get(server, "/health")[0] == get(server, "/metrics")[0] == 200

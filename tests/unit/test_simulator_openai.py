@@ -195,6 +195,19 @@ async def test_ordered_failures_are_answered_and_counted_down(client: Client) ->
     await client.post("/sim/faults", {"fial": 1}, 400)
 
 
+async def test_a_replica_with_keys_refuses_what_vllm_refuses(client: Client) -> None:
+    await client.post("/sim/faults", {"api_keys": ["old", "new"]})
+    await client.post("/v1/completions", {"prompt": [1]}, 401)
+    for key, status in (("old", 200), ("new", 200), ("newer", 401)):
+        async with client.session.get("/v1/models", headers={"authorization": f"Bearer {key}"}) as reply:
+            assert reply.status == status
+    # Only paths below /v1 are guarded.
+    async with client.session.get("/health") as reply:
+        assert reply.status == 200
+    await client.post("/sim/faults", {"api_keys": []})
+    await client.complete([1])
+
+
 async def test_a_restart_is_a_new_life(client: Client) -> None:
     prompt = list(range(64))
     await client.complete(prompt)

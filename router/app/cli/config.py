@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from kvrouter.router.app.cli.output import print_json
-from kvrouter.router.model.config.settings import FIELDS, Config, describe, flag_of, metavar_of, variable_of
+from kvrouter.router.model.config.settings import FIELDS, Config, describe, flag_of, metavar_of, reloads, variable_of
 
 
 def config_schema() -> None:
@@ -35,11 +35,12 @@ def _schema() -> dict[str, Any]:
 
 def _markdown() -> str:
     """Return the table of docs/reference/settings.md."""
-    rows = ["| setting | flag, environment | default | what to write |", "|---|---|---|---|"]
+    rows = ["| setting | flag, environment | default | what to write | reloads |", "|---|---|---|---|---|"]
     for name, field in FIELDS.items():
         default = "" if field.default in (None, ()) else f"`{field.default}`"
         text = describe(name).replace("|", "\\|")
         # Markdown renderers differ on how to escape a bar within code.
         value = metavar_of(name).replace("|", "/")
-        rows.append(f"| `{name}` | `{flag_of(name)} {value}`, `{variable_of(name)}` | {default} | {text} |")
+        names, live = f"`{flag_of(name)} {value}`, `{variable_of(name)}`", "yes" if reloads(name) else ""
+        rows.append(f"| `{name}` | {names} | {default} | {text} | {live} |")
     return "\n".join(rows) + "\n"

@@ -73,9 +73,9 @@ def _serve(config: Path | None, flags: dict[str, Any], gateway_port: int | None 
     named = os.environ.get("KVROUTER_CONFIG")
     file = config if config is not None else Path(named) if named else None
     settings = load_config(file, os.environ, flags)
+    origin = Origin(None if file is None else str(file), given_flags(flags), settings)
     if settings.gateway_port is None:
         settings = msgspec.structs.replace(settings, gateway_port=gateway_port)
-    origin = Origin(None if file is None else str(file), given_flags(flags))
     check_settings(settings, origin, os.environ)
     local = local_tokenizers(settings)
     # The modules of a router take a second to import; a refusal and the client commands need none of them. The

@@ -254,6 +254,12 @@ class Core:
         await self.mirror_sync.close()
         await self.peers.leave()
 
+    def apply(self, config: Config) -> None:
+        """Take over the settings that change at run time."""
+        self._names.aliases = parse_aliases(config.model_aliases)
+        self._names_known = False
+        self.peers.settings = agreed_settings(config)
+
     async def register(self, registration: Registration) -> None:
         """Register a worker, or replace its registration; registering the same again changes nothing.
 

@@ -35,7 +35,6 @@ from kvrouter.router.base.redis_client.servers import Servers
 from kvrouter.router.follow.discovery.discovery import Discovery
 from kvrouter.router.follow.streams.worker_stream import WorkerStream
 from kvrouter.router.index.store.server_settings import ServerSettings, server_settings
-from kvrouter.router.model.config.agreement import agreed_settings
 from kvrouter.router.model.config.cautions import open_to_all
 from kvrouter.router.model.config.settings import Config
 from kvrouter.router.model.workers.allow_list import AllowList
@@ -154,13 +153,14 @@ class Diagnosis:
                 lost=core.registration_mark.problem,
             ),
             routers={token: RouterStatement(beat.software, beat.settings) for token, beat in beats.items()}
-            | {core.peers.token: RouterStatement(VERSION, agreed_settings(self._config))},
+            | {core.peers.token: RouterStatement(VERSION, dict(core.peers.settings))},
             load_problems=self._placer.health(),
             source_problems=self._sources.down(),
             task_problems=core.task_problems(),
             is_open=open_to_all(self._config),
             uncompiled=compiled.caution(),
-            unused_files=self._access.file_problems,
+            unused_files=self._access.settings.files.problems,
+            unapplied=self._access.settings.cautions(),
             expiry_problem=self._access.expiry_problem,
             expiry_caution=self._access.expiry_caution,
             unready=self._unready(),

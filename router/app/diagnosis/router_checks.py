@@ -26,6 +26,8 @@ def router_findings(snapshot: Snapshot) -> Iterator[Finding]:
         yield found("KV008", "router", problem)
     for problem in snapshot.unused_files:
         yield found("KV010", "router", problem)
+    for caution in snapshot.unapplied:
+        yield found("KV012", "router", caution)
     for expiry, severity in ((snapshot.expiry_problem, Severity.ERROR), (snapshot.expiry_caution, Severity.WARNING)):
         if expiry is not None:
             yield found("KV011", "router", expiry, severity=severity)

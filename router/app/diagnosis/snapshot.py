@@ -159,8 +159,10 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     uncompiled: str | None = None
     # Why no request would be placed.
     unready: str = ""
-    # Why the present contents of a file with a certificate or keys are not used.
+    # Why the present contents of a file with settings, a certificate or keys are not used.
     unused_files: Sequence[str] = ()
+    # The sentences about settings that wait for a restart.
+    unapplied: Sequence[str] = ()
     # A sentence if the certificate has expired.
     expiry_problem: str | None = None
     # A sentence if the certificate expires soon.

@@ -43,12 +43,13 @@ async def serve(
     allow_descriptors()
     with stopping_on_signals(config.shutdown_delay_s, part is not None) as stopping:
         if part is not None:
-            asyncio.get_running_loop().add_reader(sys.stdin.fileno(), stopping.on_supervisor_gone)
+            asyncio.get_running_loop().add_reader(sys.stdin.fileno(), stopping.on_supervisor)
         async with AsyncExitStack() as stack:
             # The port comes first, because binding it fails most often and fails fast.
             opened = bound_socket(config.host, config.port) if part is None else socket.socket(fileno=part.listener)
             listener = stack.enter_context(contextlib.closing(opened))
             assembly = Assembly(config, origin, part, stopping.shutdown, stack)
+            stopping.reload = assembly.reload
             server = await stopping.unless_stopped(assembly.start(local, listener))
             if server is not None:
                 stopping.server = server

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import random
 import secrets
@@ -26,7 +27,7 @@ from prometheus_client import PlatformCollector, ProcessCollector
 
 from kvrouter.router.app.core.router_core import Core
 from kvrouter.router.app.diagnosis.diagnosis import Diagnosis
-from kvrouter.router.app.server.checks import log_cautions, patch_client_secret, tracing_of
+from kvrouter.router.app.server.checks import engine_keys_file, log_cautions, patch_client_secret, tracing_of
 from kvrouter.router.app.server.descriptors import connections_possible
 from kvrouter.router.app.server.listener import start_line
 from kvrouter.router.app.server.memory_release import release_memory, trim_function
@@ -48,6 +49,7 @@ from kvrouter.router.follow.discovery.source import Source
 from kvrouter.router.follow.discovery.sources import sources_of
 from kvrouter.router.follow.feed.event_feed import EventFeed
 from kvrouter.router.index.store.store import IndexStore
+from kvrouter.router.model.config.live_settings import LiveSettings
 from kvrouter.router.model.config.loading import Origin
 from kvrouter.router.model.config.settings import Config, without_password
 from kvrouter.router.model.upstream.engine_client import EngineClient
@@ -71,6 +73,8 @@ from kvrouter.router.serve.api.http.http_connection import connection_factory
 from kvrouter.router.serve.proxy.admission import Admission
 from kvrouter.router.serve.proxy.proxy import Proxy
 
+log = logging.getLogger(__name__)
+
 # A worker with the patch has four sockets: two connections, a snapshot under way, and a look for another life. Each of
 # them has a monitor's pair as well. ZMQ's own limit of 1,023 would refuse some of a hundred workers.
 SOCKETS_PER_WORKER = 12
@@ -89,7 +93,7 @@ class Assembly:
     def __init__(
         self, config: Config, origin: Origin, part: ProcessPart | None, shutdown: Shutdown, stack: AsyncExitStack
     ) -> None:
-        """Create the shared parts without starting anything.
+        """Create the shared parts without starting anything. Raises SettingError.
 
         Args:
             config: The settings.
@@ -108,11 +112,23 @@ class Assembly:
         PlatformCollector(registry=self._registry)
         count_callbacks(self._registry)
         self._metrics = RouterMetrics(self._registry)
+        # Settings come first: a wrong one ends the start before anything is started.
+        self.settings = LiveSettings(config, origin, os.environ, self._metrics.http.access.files)
+        # A process that starts again begins with the limits that the settings file has now.
+        self._config = config = self.settings.config
+        # The reading that a signal began last.
+        self._rereading: asyncio.Task[None] | None = None
         self._supervisor = TaskSupervisor(
             clock=time.monotonic, rng=random.Random(), failures=self._registry.task_failures
         )
         self._allowed = AllowList(config.allow_hosts)
         self._engine_key = EngineKey(config.worker_api_key, self._allowed)
+        self._engine_keys = engine_keys_file(self.settings)
+        self.settings.subscribe(lambda _: self._take_engine_keys())
+        if self._engine_keys is not None:
+            self._engine_keys.subscribe(self._take_engine_keys)
+            self._engine_key.reader = partial(self._engine_keys.look, at_once=True)
+        self._take_engine_keys()
 
     async def start(self, local: Mapping[str, LocalMaker], listener: socket.socket) -> Server:
         """Start everything but the HTTP server, and return that server, which is to serve at `listener`.
@@ -120,12 +136,11 @@ class Assembly:
         `local` has the settings' tokenizers, by model. Raises SettingError and StartError.
         """
         config, metrics, stack = self._config, self._metrics, self._stack
-        # Settings come first: a wrong one ends the start before anything is started.
-        access = Access(config, metrics.http.access, clock=time.monotonic, wall_clock=time.time)
+        access = Access(self.settings, metrics.http.access, clock=time.monotonic, wall_clock=time.time)
         tracing = tracing_of(config, metrics.quality)
         if tracing is not None:
             stack.push_async_callback(tracing.close)
-        self._start_upkeep(access)
+        self._start_upkeep()
         if self._part is None:
             log_cautions(config)
         sources = await self._make_sources()
@@ -188,6 +203,8 @@ class Assembly:
             access=access,
         )
         proxy = self._make_proxy(core, placer, admission, tokenizer, quality, access)
+        for apply in (core.apply, placer.apply, tokenizer.apply, proxy.apply):
+            self.settings.subscribe(apply)
         api = build_api(
             core,
             placer,
@@ -224,19 +241,33 @@ class Assembly:
         gc.freeze()
         return Server(settings, partial(self._tell_started, core, listener, gateway_port), end_gateway)
 
-    def _start_upkeep(self, access: Access) -> None:
-        tasks = {"access": access.watch}
+    def _take_engine_keys(self) -> None:
+        """Use the keys of the settings and of their file from now on."""
+        by_name = {} if self._engine_keys is None else self._engine_keys.value
+        self._engine_key.take(self.settings.config.worker_api_key, by_name)
+
+    def reload(self) -> None:
+        """Read the settings file and the files that the settings name now, changed or not."""
+        if self._rereading is None or self._rereading.done():
+            log.info("files are read again")
+            self._rereading = asyncio.get_running_loop().create_task(self.settings.files.read_again())
+
+    def _start_upkeep(self) -> None:
+        tasks = {"files": self.settings.files.watch}
         if (trim := trim_function()) is not None:
             tasks["memory_release"] = partial(release_memory, trim)
         for name, run in tasks.items():
             self._stack.callback(self._supervisor.start(name, run).cancel)
 
     async def _make_sources(self) -> Sequence[Source]:
+        if self._part is not None and self._part.number:
+            # The first process has the sources of workers; the others follow the registry.
+            return []
         return sources_of(
-            self._config,
+            self.settings,
             self._origin,
             os.environ,
-            alone=self._own_token() is not None and (self._part is None or self._part.number == 0),
+            alone=self._own_token() is not None,
             session=await self._stack.enter_async_context(aiohttp.ClientSession()),
             rng=random.Random(),
         )

@@ -23,11 +23,16 @@ from kvrouter.router.model.config.settings import Config, without_password
 from kvrouter.router.model.workers.model_names import parse_tokenizers
 
 if TYPE_CHECKING:
+    from kvrouter.router.model.config.live_settings import LiveSettings
+    from kvrouter.router.model.config.reloaded import Reloaded
     from kvrouter.router.observe.quality.quality_metrics import QualityMetrics
     from kvrouter.router.observe.quality.tracing import Tracing
     from kvrouter.router.route.tokens.engine.verification import LocalMaker
 
 log = logging.getLogger(__name__)
+
+# A key for each of the most workers, with room for long ones.
+MAX_KEYS_BYTES = 2 * 1024**2
 
 # The modules of the extra `gateway`.
 GATEWAY_MODULES = ("grpc", "google.protobuf")
@@ -60,6 +65,10 @@ def check_settings(config: Config, origin: Origin, environ: Mapping[str, str]) -
         except StoreError as error:
             raise SettingError(f"redis is {without_password(config.redis)!r}: {error}") from None
     _check_access(config)
+    if config.worker_api_keys_file is not None:
+        from kvrouter.router.model.config.live_settings import LiveSettings
+
+        engine_keys_file(LiveSettings(config))
     patch_client_secret(config)
     if config.otlp_endpoint is not None:
         _tracing_class()
@@ -67,9 +76,10 @@ def check_settings(config: Config, origin: Origin, environ: Mapping[str, str]) -
         _check_gateway(config)
     if config.kubernetes_selector is not None or config.workers_file is not None:
         from kvrouter.router.follow.discovery.sources import cluster_access, named_sources
+        from kvrouter.router.model.config.live_settings import LiveSettings
 
         cluster_access(config, environ)
-        named_sources(config, origin, environ, alone=False)
+        named_sources(LiveSettings(config, origin, environ), origin, environ, alone=False)
 
 
 def _check_access(config: Config) -> None:
@@ -78,11 +88,27 @@ def _check_access(config: Config) -> None:
     if not any((*tls, *gateway, config.api_keys_file)):
         return
     from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+    from kvrouter.router.model.config.live_settings import LiveSettings
     from kvrouter.router.serve.access.access import Access
     from kvrouter.router.serve.access.access_metrics import AccessMetrics
 
     # Its constructor reads the files and raises SettingError.
-    Access(config, AccessMetrics(MetricRegistry()), clock=time.monotonic, wall_clock=time.time)
+    Access(LiveSettings(config), AccessMetrics(MetricRegistry()), clock=time.monotonic, wall_clock=time.time)
+
+
+def engine_keys_file(settings: LiveSettings) -> Reloaded[dict[str, str]] | None:
+    """Return the keys of engines in the file that the settings name, or None if they name none. Raises SettingError."""
+    if settings.config.worker_api_keys_file is None:
+        return None
+    from kvrouter.router.model.config.reloaded import read_text
+    from kvrouter.router.model.workers.engine_key import parse_engine_keys
+
+    path = Path(settings.config.worker_api_keys_file)
+
+    def read() -> dict[str, str]:
+        return parse_engine_keys(read_text(path, MAX_KEYS_BYTES), f"worker_api_keys_file {path}")
+
+    return settings.files.add("worker_api_keys", [path], read)
 
 
 def patch_client_secret(config: Config) -> bytes | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
@@ -24,12 +25,25 @@ log = logging.getLogger(__name__)
 HURRY = signal.SIGINT
 
 
+# The line that a supervisor writes to a process which is to read its files again. It is not a signal, because a process
+# that begins would die of SIGHUP.
+RELOAD = b"reload\n"
+
 # The interval at which a server that waits for its end checks for a second signal.
 LOOK_S = 0.05
 
 # Ends another server of the process: it takes no more requests, and those under way have the given seconds to end, or as
 # long as a later call says.
 EndBeside: TypeAlias = Callable[[float], Awaitable[None]]
+
+
+def has_terminal() -> bool:
+    """Return whether this process has a terminal, whose end also sends SIGHUP."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 class Server(uvicorn.Server):
@@ -102,6 +116,9 @@ class Stopping:
         self._part = part
         self.server: Server | None = None
         self._starting: asyncio.Task[Server] | None = None
+        # Reads the settings and the files that they name again.
+        self.reload: Callable[[], None] = lambda: None
+        self._has_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and has_terminal()
 
     def on_signal(self, number: int) -> None:
         """Begin the shutdown; once it has begun, end it at once, but under a supervisor only on HURRY."""
@@ -118,11 +135,21 @@ class Stopping:
         elif self._starting is not None:
             self._starting.cancel()
 
-    def on_supervisor_gone(self) -> None:
-        """Stop as on SIGTERM, because the supervisor has gone and stdin is closed.
+    def on_hangup(self) -> None:
+        """Read the files again, or stop as on SIGTERM if the signal came because the terminal is gone."""
+        if self._has_terminal and not has_terminal():
+            self.on_signal(signal.SIGTERM)
+        else:
+            self.reload()
 
-        Call it when stdin becomes readable after the order, the one line that the supervisor writes, has been read.
+    def on_supervisor(self) -> None:
+        """Read the files again if the supervisor wrote something, and stop as on SIGTERM if it has gone.
+
+        Call it when stdin becomes readable after the order, the first line that the supervisor writes, has been read.
         """
+        if os.read(sys.stdin.fileno(), len(RELOAD)):
+            self.reload()
+            return
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
         log.warning("the supervisor is gone")
         self.on_signal(signal.SIGTERM)
@@ -141,14 +168,15 @@ class Stopping:
 
 @contextmanager
 def stopping_on_signals(delay_s: float, part: bool) -> Iterator[Stopping]:
-    """Install a `Stopping` for SIGINT and SIGTERM within the block."""
+    """Install a `Stopping` for SIGINT, SIGTERM and SIGHUP within the block."""
     loop = asyncio.get_running_loop()
     stopping = Stopping(delay_s, part=part)
     signals = (signal.SIGINT, signal.SIGTERM)
     for number in signals:
         loop.add_signal_handler(number, stopping.on_signal, number)
+    loop.add_signal_handler(signal.SIGHUP, stopping.on_hangup)
     try:
         yield stopping
     finally:
-        for number in signals:
+        for number in (*signals, signal.SIGHUP):
             loop.remove_signal_handler(number)

@@ -29,7 +29,7 @@ from kvrouter.router.app.server.listener import bound_socket, start_line
 from kvrouter.router.app.server.private_store import private_store
 from kvrouter.router.app.server.process_part import PRIVATE_TOKEN, ProcessPart
 from kvrouter.router.app.server.service_manager import announce
-from kvrouter.router.app.server.stopping import HURRY
+from kvrouter.router.app.server.stopping import HURRY, RELOAD, has_terminal
 from kvrouter.router.base.common.errors import RouterError, StartError
 from kvrouter.router.base.common.task_supervisor import TaskSupervisor
 from kvrouter.router.base.redis_client.embedded_valkey import EmbeddedStoreError
@@ -69,8 +69,19 @@ async def supervise(config: Config, origin: Origin) -> None:
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
+    ends_with_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and has_terminal()
     with contextlib.closing(bound_socket(config.host, config.port)) as listener:
         running: set[Process] = set()
+
+        def hang_up() -> None:
+            if ends_with_terminal and not has_terminal():
+                stopped.set()
+                return
+            for process in running:
+                if process.stdin is not None:
+                    process.stdin.write(RELOAD)
+
+        loop.add_signal_handler(signal.SIGHUP, hang_up)
         work = loop.create_task(_run(config, origin, listener, running))
         while not work.done():
             waiting = loop.create_task(stopped.wait())
@@ -123,7 +134,7 @@ def _order(config: Config, origin: Origin, url: str, number: int, folder: str, l
     own = msgspec.structs.replace(config, redis=url)
     if number:
         # The first process has the sources of workers; the others follow the registry.
-        own, origin = msgspec.structs.replace(own, workers=(), workers_file=None, kubernetes_selector=None), Origin()
+        own = msgspec.structs.replace(own, workers=(), workers_file=None, kubernetes_selector=None)
     # The data directory admits one supervisor, so a name can outlive its process: after a restart, the new process has
     # the leases at once.
     token = f"{PRIVATE_TOKEN}-{number}" if config.redis is None else None

@@ -6,8 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeAlias
 
-from kvrouter.router.base.common.regular_file import read_regular
-
 # Device, inode, size and time of modification. In-place writes, renames and exchanged links (as in a ConfigMap) each
 # change at least one of them.
 _Stamp: TypeAlias = tuple[int, int, int, int]
@@ -25,15 +23,18 @@ class FileWatch:
         self._read: list[_Stamp] | None = None
         self._seen: list[_Stamp] | None = None
 
-    def due(self) -> bool:
-        """Return whether the files are to be read now. Raises OSError if one is missing."""
+    def due(self, *, at_once: bool = False) -> bool:
+        """Return whether the files are to be read now. Raises OSError if one is missing.
+
+        With `at_once`, a change counts although no poll before saw it.
+        """
         try:
             stamps = self._stamps()
         except OSError:
             self.forget()
             raise
         rests, self._seen = stamps == self._seen, stamps
-        return rests and stamps != self._read
+        return (rests or at_once) and stamps != self._read
 
     def forget(self) -> None:
         """Treat the files as never read."""
@@ -45,20 +46,6 @@ class FileWatch:
         A change during the read is thus seen at the next poll.
         """
         self._read = self._stamps()
-
-    def text(self, max_bytes: int) -> str:
-        """Return the current text of the first file, and mark the files as read.
-
-        Raises OSError and UnicodeDecodeError.
-        """
-        try:
-            self.begin()
-            content = read_regular(self._paths[0], max_bytes)
-        except OSError:
-            # The obstacle to the read (rights, an error of a mount) may end without a change that `stat` shows.
-            self.forget()
-            raise
-        return content.decode("utf-8")
 
     def _stamps(self) -> list[_Stamp]:
         results = [path.stat() for path in self._paths]

@@ -204,7 +204,9 @@ class Discovery:
                     continue
                 before = wanted.get(url, ProbeRequest())
                 wanted[url] = ProbeRequest(
-                    before.model or candidate.asks_model, before.streams or candidate.asks_events
+                    before.model or candidate.asks_model,
+                    before.streams or candidate.asks_events,
+                    before.engine_key or candidate.registration.engine_key,
                 )
         self._asker.want(wanted)
 
@@ -264,7 +266,9 @@ class Discovery:
             return [registration]
         if problem := self._allowed.registration_problem(registration):
             raise HostNotAllowed(problem)
-        answers = await self._asker.ask(url, ProbeRequest(candidate.asks_model, candidate.asks_events))
+        answers = await self._asker.ask(
+            url, ProbeRequest(candidate.asks_model, candidate.asks_events, registration.engine_key)
+        )
         workers = completed(candidate, answers, [])
         if not workers:
             raise WorkerUnreachable(f"{url}: {answers.problem}; then register it again", code="engine_not_asked")

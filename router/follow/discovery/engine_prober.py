@@ -63,6 +63,8 @@ class ProbeRequest(msgspec.Struct, frozen=True):
 
     model: bool = False
     streams: bool = False
+    # The name of the key that the engine gets, or None for the default one.
+    engine_key: str | None = None
 
 
 class ProbeFailed(Exception):
@@ -177,7 +179,7 @@ class EngineProber:
         model, problems, fix, failure = before.model, [], "", ""
         if request.model:
             try:
-                model = await self._model(url)
+                model = await self._model(url, request.engine_key)
             except ProbeFailed as error:
                 failure = str(error)
                 if model is None:
@@ -186,7 +188,7 @@ class EngineProber:
         streams, silent, engine = before.streams, before.silent, before.engine
         if request.streams:
             try:
-                answers = await self._streams(url)
+                answers = await self._streams(url, request.engine_key)
                 streams, silent, engine = answers.streams, answers.silent, answers.engine
                 problems.append(answers.problem)
             except ProbeFailed as error:
@@ -197,26 +199,26 @@ class EngineProber:
                     problems.append(_problem("where its KV events are is", error, WRITE_THEM))
         return EngineAnswers(model, streams, silent, "; ".join(dict.fromkeys(filter(None, problems))), engine, fix)
 
-    async def _model(self, url: str) -> str:
+    async def _model(self, url: str, key_name: str | None) -> str:
         """Return the model that the engine serves. Raises ProbeFailed."""
-        answer = await self._get(url, MODELS_PATH)
+        answer = await self._get(url, MODELS_PATH, key_name)
         try:
             return model_in(answer)
         except ValueError as error:
             raise ProbeFailed(str(error), NOT_AN_ENGINE) from None
 
-    async def _streams(self, url: str) -> EngineAnswers:
+    async def _streams(self, url: str, key_name: str | None) -> EngineAnswers:
         """Return the streams that the first kind of engine names whose path exists. Raises ProbeFailed."""
         for engine in ENGINES.values():
             try:
-                answer = await self._get(url, engine.info_path)
+                answer = await self._get(url, engine.info_path, key_name)
                 return msgspec.structs.replace(engine.streams_in(answer, url), engine=engine.name)
             except (NoSuchPath, NotThisEngine):
                 continue
             except ValueError as error:
                 raise ProbeFailed(str(error), NOT_AN_ENGINE) from None
         try:
-            await self._get(url, MODELS_PATH)
+            await self._get(url, MODELS_PATH, key_name)
         except NoSuchPath:
             # The server may be a gateway whose engine is away, or another program.
             raise
@@ -229,11 +231,11 @@ class EngineProber:
         )
         return EngineAnswers(streams={}, silent=True, problem=problem)
 
-    async def _get(self, url: str, path: str) -> bytes:
+    async def _get(self, url: str, path: str, key_name: str | None) -> bytes:
         """Return the answer's body. Raises ProbeFailed, or NoSuchPath if there is no such path."""
         whole = url.rstrip("/") + path
         # Engines in `_wanted` were named by the operator's sources; a client's engines are queried once.
-        key = self._key.header_for_url(url, named=url in self._wanted)
+        key = self._key.header_for_url(url, named=url in self._wanted, name=key_name)
         headers = {} if key is None else {"authorization": key}
         try:
             async with (

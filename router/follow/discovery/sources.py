@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvrouter.router.follow.discovery.candidate import candidate_of
+from kvrouter.router.follow.discovery.candidate import Candidate, candidate_of
 from kvrouter.router.follow.discovery.files.file_source import FileSource
-from kvrouter.router.follow.discovery.files.settings_file import SettingsFile, overridden
 from kvrouter.router.follow.discovery.files.workers_file import parse_workers
 from kvrouter.router.follow.discovery.kubernetes.access import Access, access_from
 from kvrouter.router.follow.discovery.source import Source, StaticSource
+from kvrouter.router.model.config.live_settings import WORKERS, FileSettings, LiveSettings
 from kvrouter.router.model.config.loading import Origin
-from kvrouter.router.model.config.settings import Config
+from kvrouter.router.model.config.reloaded import read_text
+from kvrouter.router.model.config.settings import ENV_PREFIX, Config
 from kvrouter.router.model.workers.listed_worker import listed_worker
 from kvrouter.router.model.workers.source_precedence import CONFIG, FILE, STATIC
 
@@ -23,9 +24,12 @@ from kvrouter.router.model.workers.source_precedence import CONFIG, FILE, STATIC
 if TYPE_CHECKING:
     import aiohttp
 
+# Enough for thousands of workers with catalogs; a larger file is no list of workers.
+MAX_FILE_BYTES = 16 * 1024**2
+
 
 def sources_of(
-    config: Config,
+    settings: LiveSettings,
     origin: Origin,
     environ: Mapping[str, str],
     *,
@@ -36,14 +40,15 @@ def sources_of(
     """Return all sources that the settings name, with their files read once. Raises SettingError for a wrong file.
 
     Args:
-        config: The settings.
+        settings: The settings, and the files that they name.
         origin: Where the settings come from.
         environ: The environment variables.
         alone: Whether no other host's router uses this store.
         session: A session for Kubernetes' API only, because the API must not see the key of an engine.
         rng: Varies pauses.
     """
-    sources = named_sources(config, origin, environ, alone=alone)
+    sources = named_sources(settings, origin, environ, alone=alone)
+    config = settings.config
     access = cluster_access(config, environ)
     if access is not None and config.kubernetes_selector is not None:
         # Imported here, because most routers run without Kubernetes.
@@ -55,29 +60,44 @@ def sources_of(
     return sources
 
 
-def named_sources(config: Config, origin: Origin, environ: Mapping[str, str], *, alone: bool) -> list[Source]:
+def named_sources(settings: LiveSettings, origin: Origin, environ: Mapping[str, str], *, alone: bool) -> list[Source]:
     """Return the sources in settings and files, with the files read once. Raises SettingError for a wrong file.
 
     Args:
-        config: The settings.
+        settings: The settings, and the files that they name.
         origin: Where the settings come from.
         environ: The environment variables.
         alone: Whether no other host's router uses this store.
     """
     sources: list[Source] = []
-    named = origin.file is None or overridden(origin, environ)
-    entries = config.workers if named else ()
+    overridden = WORKERS in origin.flags or bool(environ.get(ENV_PREFIX + WORKERS.upper()))
+    entries = settings.config.workers if settings.file is None or overridden else ()
     if entries or alone:
         # Without --worker flags, publish an empty list only if no other router shares the store, because another router
         # may name workers.
         sources.append(StaticSource([candidate_of(listed_worker(entry), STATIC) for entry in entries]))
-    if origin.file is not None:
-        path = Path(origin.file)
-        sources.append(_begun(FileSource(CONFIG, path, SettingsFile(path, origin, environ).read)))
-    if config.workers_file is not None:
-        where = config.workers_file
-        sources.append(_begun(FileSource(FILE, Path(where), lambda text: parse_workers(text, where, FILE))))
+    if settings.file is not None:
+        sources.append(FileSource(CONFIG, settings.file, lambda content: _listed(content, overridden=overridden)))
+    if settings.config.workers_file is not None:
+        path = Path(settings.config.workers_file)
+
+        def read() -> Sequence[Candidate]:
+            return parse_workers(read_text(path, MAX_FILE_BYTES), str(path), FILE)
+
+        sources.append(FileSource(FILE, settings.files.add("workers", [path], read), lambda workers: workers))
     return sources
+
+
+def _listed(content: FileSettings, *, overridden: bool) -> Sequence[Candidate] | None:
+    """Return the workers that the settings file lists, or None if it has no list or the list does not count.
+
+    Args:
+        content: The settings of the file.
+        overridden: Whether a flag or the environment names the workers.
+    """
+    if overridden or not content.lists_workers:
+        return None
+    return [candidate_of(listed_worker(entry), CONFIG) for entry in content.config.workers]
 
 
 def cluster_access(config: Config, environ: Mapping[str, str]) -> Access | None:
@@ -91,8 +111,3 @@ def cluster_access(config: Config, environ: Mapping[str, str]) -> Access | None:
         token_file=config.kubernetes_token_file,
         ca_file=config.kubernetes_ca_file,
     )
-
-
-def _begun(source: FileSource) -> FileSource:
-    source.begin()
-    return source

@@ -80,7 +80,7 @@ class RouterPeers:
         self._metrics = metrics
         self._clock = clock
         self.token = token
-        self._settings = dict(settings)
+        self.settings = settings
         self._membership = Membership(token, ttl_s=ttl_s)
         self._beats = 0
         # Whether no other router counts.
@@ -140,7 +140,7 @@ class RouterPeers:
             tag: Hold(holding.lease, holding.commits, round(1_000 * held.waits_s(tag, now_s)))
             for tag, holding in held.holdings.items()
         }
-        return Heartbeat(self._beats, VERSION, holds, self._own_refusals(), version.VERSION, self._settings)
+        return Heartbeat(self._beats, VERSION, holds, self._own_refusals(), version.VERSION, dict(self.settings))
 
     def _own_refusals(self) -> dict[str, str]:
         if self._refuses is None:

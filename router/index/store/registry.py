@@ -21,6 +21,7 @@ from kvrouter.router.model.workers.hash_algorithms import HASH_ALGOS
 from kvrouter.router.model.workers.registration import MAX_GROUPS, MAX_TOKENS, CatalogSpec, Registration
 from kvrouter.router.model.workers.worker_spec import (
     endpoint_problem,
+    key_name_problem,
     none_hash_problem,
     patch_key_problem,
     patch_problem,
@@ -63,6 +64,8 @@ def _problems(registration: Registration) -> Iterator[str | None]:
         yield url_problem(registration.url)
     if registration.patch is not None:
         yield patch_problem(registration.patch)
+    if registration.engine_key is not None:
+        yield key_name_problem(registration.engine_key)
     if registration.patch_key is not None:
         yield patch_key_problem(registration.patch_key, registration.patch)
     yield _size_problem(registration.block_size)

@@ -22,7 +22,7 @@ AGREED = (
 )
 AGREED_LISTS = ("allow_hosts", "model_aliases")
 # Secrets and files of secrets; the texts only show whether they are set.
-AGREED_SECRETS = ("api_key", "api_keys_file", "worker_api_key")
+AGREED_SECRETS = ("api_key", "api_keys_file", "worker_api_key", "worker_api_keys_file")
 # Length of the digest that stands for the seed. It suffices to see a difference, and does not reveal the seed.
 DIGEST_CHARS = 12
 

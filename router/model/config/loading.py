@@ -68,12 +68,14 @@ LIST_READERS: dict[str, Callable[[tuple[str, ...]], object]] = {
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """The sources of a process's settings besides the environment, kept to read the settings again."""
+    """The sources of a router's settings besides the environment, kept to read the settings again."""
 
     # The path of the settings file, or None without one.
     file: str | None = None
     # The values of the given flags, by setting.
     flags: dict[str, str | list[str]] = {}
+    # The settings as `load_config` read them at the start of the router.
+    loaded: Config = Config()
 
 
 def given_flags(flags: Mapping[str, Any]) -> dict[str, Any]:

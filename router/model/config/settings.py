@@ -34,16 +34,19 @@ TraceLink = Annotated[str, Meta(pattern=r"^https?://[^\s<>]*\{(trace_id|request_
 Switch = Annotated[Literal["off", "on"], Meta(extra={"metavar": "off|on"})]
 
 
-def setting(description: str, *, metavar: str | None = None, flag: str | None = None, **limits: Any) -> Meta:
+def setting(
+    description: str, *, metavar: str | None = None, flag: str | None = None, reloads: bool = False, **limits: Any
+) -> Meta:
     """Return the metadata of a setting.
 
     Args:
         description: What to write, as the help and error messages show it.
         metavar: The placeholder for a value in the help; None: that of the type, or `S` for seconds and else `N`.
         flag: The flag; None: it follows from the name.
+        reloads: Whether a change in the settings file is applied without a restart.
         limits: The limits of a number or of a text's length, as `msgspec.Meta` names them.
     """
-    extra = {name: value for name, value in (("metavar", metavar), ("flag", flag)) if value is not None}
+    extra = {name: value for name, value in (("metavar", metavar), ("flag", flag), ("reloads", reloads)) if value}
     return Meta(description=description, extra=extra or None, **limits)
 
 
@@ -114,6 +117,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "a list of [ID=]HTTP_URL[,events=tcp://H:P][,replay=tcp://H:P][,model=NAME][,dp_rank=N]",
             metavar="SPEC",
             flag="--worker",
+            reloads=True,
         ),
     ] = ()
     workers_file: Annotated[File, setting("a YAML or JSON file that lists workers, watched for changes")] = None
@@ -186,6 +190,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "0 to 100000: registrations and withdrawals of workers each second by each API key, after a burst of four times "
             "max_workers; 0: no limit",
             metavar="N",
+            reloads=True,
             ge=0.0,
             le=100_000.0,
         ),
@@ -196,7 +201,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Key,
         setting(
             "the engines' API key (printable ASCII, no spaces), sent to hosts that allow_hosts lists and to workers of the "
-            "settings"
+            "settings",
+            reloads=True,
+        ),
+    ] = None
+    worker_api_keys_file: Annotated[
+        File,
+        setting(
+            "a YAML or JSON file with further keys of engines, lines like NAME: KEY, read again when it changes; a worker's "
+            "engine_key names one, and the one named default is for the others, in place of worker_api_key"
         ),
     ] = None
     log_level: Annotated[
@@ -271,6 +284,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         float,
         setting(
             "seconds, over 0 to 86400: how long an engine may send nothing, before or within an answer",
+            reloads=True,
             gt=0.0,
             le=86_400.0,
         ),
@@ -312,7 +326,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # The default is a few seconds of an engine's work, so that the engine never runs out of work. A further prompt would
     # gain nothing in the engine's queue, while from the router's queue it can go to the first free worker.
     saturation_tokens: Annotated[
-        int, setting("tokens, at least 1: queued prefill above which a worker gets no more prompts", ge=1, le=2**40)
+        int,
+        setting(
+            "tokens, at least 1: queued prefill above which a worker gets no more prompts", reloads=True, ge=1, le=2**40
+        ),
     ] = 131_072
     # A shorter prompt takes longer to hand over than to compute (`prefill_split.HANDOVER_TOKENS`), even if the prefill
     # worker is idle. Handing it over would pay only if prompts queue at the decode worker, and short prompts are not the
@@ -344,11 +361,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
     # Each waiting prompt holds its connection and its body.
     queue_size: Annotated[
-        int, setting("0 to 100000: prompts that may wait while all workers are saturated", ge=0, le=100_000)
+        int,
+        setting("0 to 100000: prompts that may wait while all workers are saturated", reloads=True, ge=0, le=100_000),
     ] = 1_024
     # Clients and load balancers give up after a minute.
     queue_deadline_s: Annotated[
-        float, setting("seconds, 0 to 3600: how long a prompt waits for a worker", ge=0.0, le=3600.0)
+        float,
+        setting("seconds, 0 to 3600: how long a prompt waits for a worker", reloads=True, ge=0.0, le=3600.0),
     ] = 30.0
     # Each worker has its own sockets, task and tables; fleets have tens to hundreds of workers. Without a limit, a
     # client that registers workers in a loop would use up all file descriptors of the process.
@@ -369,12 +388,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # chat in a few milliseconds, and tens of thousands of tokens in tens of milliseconds; an engine that takes more than
     # a second is overloaded.
     tokenize_timeout_s: Annotated[
-        float, setting("seconds, over 0 to 60: time limit for tokenizing a prompt", gt=0.0, le=60.0)
+        float,
+        setting("seconds, over 0 to 60: time limit for tokenizing a prompt", reloads=True, gt=0.0, le=60.0),
     ] = 1.0
     model_aliases: Annotated[
         tuple[str, ...],
         setting(
-            "a list of NAME=MODEL: other names for models and LoRA adapters", metavar="NAME=MODEL", flag="--model-alias"
+            "a list of NAME=MODEL: other names for models and LoRA adapters",
+            metavar="NAME=MODEL",
+            flag="--model-alias",
+            reloads=True,
         ),
     ] = ()
     # Off by default, because a trace costs about 150 us of CPU per request and needs a collector. This setting turns
@@ -405,6 +428,11 @@ FIELDS = {field.name: field for field in msgspec.structs.fields(Config)}
 LISTS = frozenset(name for name, field in FIELDS.items() if field.default == ())
 
 
+def reloads(name: str) -> bool:
+    """Return whether a change of setting `name` in the settings file is applied without a restart."""
+    return bool(_extra(name).get("reloads"))
+
+
 def describe(name: str) -> str:
     """Return the description of setting `name`, which its help and its error messages show."""
     return str((_metadata(name).extra_json_schema or {}).get("description", ""))
@@ -428,6 +456,11 @@ def _metadata(name: str) -> msgspec.inspect.Metadata:
     info = msgspec.inspect.type_info(FIELDS[name].type)
     assert isinstance(info, msgspec.inspect.Metadata), f"setting {name} has no description"
     return info
+
+
+# Settings of which a change in the settings file is applied without a restart: those that are read at each use. A
+# setting that sizes something at the start, or that other settings depend on, is none of them.
+RELOADS = frozenset(name for name in FIELDS if reloads(name))
 
 
 def variable_of(name: str) -> str:

@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule for which engines get the key of the setting `worker_api_key`. Pure.
+"""The keys of engines, and the rule for which engine gets one. Pure.
 
 A client that may register a worker names the address to which the key would be sent, so it could read the key there.
-Therefore the key is sent only to hosts that `allow_hosts` lists, and to engines that the operator named by a flag, a
-file, or a label in Kubernetes.
+Therefore a key is sent only to hosts that `allow_hosts` lists, and to engines that the operator named by a flag, a file,
+or a label in Kubernetes. Registrations have the name of a key, never the key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import MappingProxyType
 from urllib.parse import urlsplit
 
+import yaml
+
+from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.source_precedence import PRECEDENCE, REGISTER
+from kvrouter.router.model.workers.worker_spec import key_name_problem
 
 OPERATORS_SOURCES = frozenset(PRECEDENCE) - {REGISTER}
 # Host, port and whether TLS is used, as in `Target.origin` of `upstream/origin.py`.
@@ -22,9 +28,44 @@ Origin = tuple[str, int, bool]
 # The most workers that one message names.
 SHOWN_WORKERS = 5
 
+# The name of the key for workers that name none.
+DEFAULT = "default"
+# One for each of the most workers that a router follows.
+MAX_KEYS = 6_000
+FORM = 'write lines like `default: "KEY"` and `NAME: "KEY"`'
+
+NO_KEYS: Mapping[str, str] = MappingProxyType({})
+
+
+def parse_engine_keys(text: str, where: str) -> dict[str, str]:
+    """Return the keys in the text of a file, by name.
+
+    Raises SettingError, whose message contains no part of a key.
+
+    Args:
+        text: The content of the file, in YAML.
+        where: The name of the file in error messages.
+    """
+    try:
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}" if mark else ""
+        raise SettingError(f"{where}{line} is not YAML: {FORM}") from None
+    if not isinstance(content, dict) or not content:
+        raise SettingError(f"{where} lists no keys: {FORM}")
+    if len(content) > MAX_KEYS:
+        raise SettingError(f"{where} lists {len(content)} keys; at most {MAX_KEYS} are taken")
+    for number, (name, key) in enumerate(content.items(), 1):
+        if not isinstance(name, str) or key_name_problem(name):
+            raise SettingError(f"{where}: the name of key {number} has other characters than letters, digits and ._-")
+        if not isinstance(key, str) or not re.fullmatch(r"[\x21-\x7e]+", key):
+            raise SettingError(f"{where}: write the key {name} as quoted text of printable ASCII without spaces")
+    return content
+
 
 class EngineKey:
-    """The engines' API key, and the origins that get it according to the present registrations."""
+    """The engines' API keys, and the origins that get one according to the present registrations."""
 
     def __init__(
         self, key: str | None, allowed: AllowList, registrations: Callable[[], Sequence[Registration]] = tuple
@@ -32,66 +73,99 @@ class EngineKey:
         """Take the sources of the rule; `registrations` is first called when a header is requested.
 
         Args:
-            key: The API key, or None if no key is set.
+            key: The API key of workers that name none, or None if no key is set.
             allowed: The hosts that `allow_hosts` lists.
             registrations: Returns the present registrations, and the same sequence until one of them changes.
         """
-        self._header = None if key is None else f"Bearer {key}"
+        self.take(key)
         self.allowed = allowed
         self.registrations = registrations
         self._seen: Sequence[Registration] | None = None
         self._named: frozenset[Origin] = frozenset()
+        # The key's name of each origin whose registration has one.
+        self._names: dict[Origin, str] = {}
         self._known: dict[Origin, bool] = {}
+        # Reads the keys again if their file has changed; None: they are in no file.
+        self.reader: Callable[[], Awaitable[object]] | None = None
+
+    async def refresh(self) -> None:
+        """Read the keys again if their file has changed, because an engine refuses the one that it got."""
+        if self.reader is not None:
+            await self.reader()
+
+    def take(self, key: str | None, by_name: Mapping[str, str] = NO_KEYS) -> None:
+        """Use other keys from now on.
+
+        Args:
+            key: The API key of workers that name none, unless `by_name` has one for them, or None.
+            by_name: The keys that workers name.
+        """
+        keys = ({} if key is None else {DEFAULT: key}) | dict(by_name)
+        self._headers = {name: f"Bearer {key}" for name, key in keys.items()}
 
     @property
     def is_set(self) -> bool:
         """Whether there is a key at all."""
-        return self._header is not None
+        return bool(self._headers)
 
-    def header_for_url(self, url: str, *, named: bool = False) -> str | None:
+    def header_for_url(self, url: str, *, named: bool = False, name: str | None = None) -> str | None:
         """Return the `Authorization` header of a request to the engine at a valid URL, or None if it gets no key.
 
         Args:
             url: The HTTP address of the engine.
             named: Whether the caller knows that the operator named the engine.
+            name: The name of its key, if it is not registered yet.
         """
-        return None if self._header is None else self.header_for(_origin_of(url), named=named)
+        return self.header_for(_origin_of(url), named=named, name=name) if self._headers else None
 
-    def header_for(self, origin: Origin, *, named: bool = False) -> str | None:
+    def header_for(self, origin: Origin, *, named: bool = False, name: str | None = None) -> str | None:
         """Return the `Authorization` header of a request to an origin, as `header_for_url` does for a URL."""
-        if self._header is None:
+        if not self._headers:
             return None
         self._follow()
-        if named or origin in self._named:
-            return self._header
+        # An engine whose key is missing gets none: another engine's key would be shown to it.
+        header = self._headers.get(name or self._names.get(origin, DEFAULT))
+        if header is None or named or origin in self._named:
+            return header
         listed = self._known.get(origin)
         if listed is None:
             listed = self._known[origin] = self.allowed.lists(origin[0])
-        return self._header if listed else None
+        return header if listed else None
 
     def withheld(self) -> list[str]:
-        """Return the ids of the workers that may be reached over HTTP and get no key, each id once."""
-        if self._header is None:
-            return []
+        """Return the ids of the workers that may be reached over HTTP and whose key is withheld, each id once."""
         workers = {
             registration.worker.worker_id
             for registration in self.registrations()
             if registration.url is not None
             and self.allowed.problem(registration.url) is None
             and self.header_for_url(registration.url) is None
+            and self.header_for_url(registration.url, named=True) is not None
         }
         return sorted(workers)
 
+    def missing(self) -> dict[str, list[str]]:
+        """Return the workers whose key is not known here, by the key's name."""
+        workers: dict[str, set[str]] = {}
+        for registration in self.registrations():
+            name = registration.engine_key
+            if name is not None and name not in self._headers:
+                workers.setdefault(name, set()).add(registration.worker.worker_id)
+        return {name: sorted(ids) for name, ids in sorted(workers.items())}
+
     def health(self) -> list[str]:
-        """Return the reason why engines may answer 401, if some of them get no key."""
-        workers = self.withheld()
-        if not workers:
-            return []
-        shown = ", ".join(map(repr, workers[:SHOWN_WORKERS])) + (" ..." if len(workers) > SHOWN_WORKERS else "")
-        return [
-            f"worker_api_key is not sent to {len(workers)} workers ({shown}), which clients registered at hosts that allow_hosts "
-            "does not list: list them, or name the workers in the settings"
+        """Return the reasons why engines may answer 401, if some of them get no key."""
+        problems = [
+            f"engine key {name} of workers {_listed(workers)} is in no worker_api_keys_file of this router: add it there"
+            for name, workers in self.missing().items()
         ]
+        workers = self.withheld()
+        if workers:
+            problems.append(
+                f"worker_api_key is not sent to {len(workers)} workers ({_listed(workers)}), which clients registered at hosts "
+                "that allow_hosts does not list: list them, or name the workers in the settings"
+            )
+        return problems
 
     def _follow(self) -> None:
         registrations = self.registrations()
@@ -105,9 +179,18 @@ class EngineKey:
             for registration in registrations
             if registration.source in OPERATORS_SOURCES and registration.url is not None
         )
+        self._names.clear()
+        # The operator's own registrations come last, so that they decide which key an origin gets.
+        for registration in sorted(registrations, key=lambda found: found.source in OPERATORS_SOURCES):
+            if registration.url is not None and registration.engine_key is not None:
+                self._names[_origin_of(registration.url)] = registration.engine_key
 
 
 def _origin_of(url: str) -> Origin:
     parts = urlsplit(url)
     is_tls = parts.scheme == "https"
     return parts.hostname or "", parts.port or (443 if is_tls else 80), is_tls
+
+
+def _listed(workers: Sequence[str]) -> str:
+    return ", ".join(map(repr, workers[:SHOWN_WORKERS])) + (" ..." if len(workers) > SHOWN_WORKERS else "")

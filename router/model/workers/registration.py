@@ -108,6 +108,8 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     note: str = ""
     # The kind of the engine (engine_name.py), or None while it is not known.
     engine: str | None = None
+    # The name of its key in each router's worker_api_keys_file (engine_key.py), or None for the default one.
+    engine_key: str | None = None
     # Whether the id was given as a number, because clients of Dynamo's services want it back as one.
     numbered: bool = False
 

@@ -18,6 +18,7 @@ from kvrouter.router.model.workers.worker_spec import (
     MAX_DP_RANK,
     connector_problem,
     endpoint_problem,
+    key_name_problem,
     length_problem,
     name_problem,
     none_hash_problem,
@@ -79,6 +80,7 @@ def registration_of(body: RegisterBody, unknown_model: str | None = None) -> Reg
         role=role_of(body.role),
         handover=handover_of(body.handover),
         engine=engine_of(body.engine),
+        engine_key=body.engine_key,
         numbered=_is_number(body.worker_id) or _is_number(body.instance_id),
     )
     _check_addresses(registration)
@@ -108,6 +110,7 @@ def patched(known: Registration, patch: WorkerPatch) -> Registration:
         role=known.role if patch.role is msgspec.UNSET else role_of(patch.role),
         handover=known.handover if patch.handover is msgspec.UNSET else handover_of(patch.handover),
         engine=known.engine if patch.engine is msgspec.UNSET else engine_of(patch.engine),
+        engine_key=pick(patch.engine_key, known.engine_key),
     )
     if registration.events is None and registration.url is None:
         raise BadQuestion("endpoint and url cannot both be unset; DELETE the worker to drop it")
@@ -251,6 +254,8 @@ def _check_addresses(registration: Registration) -> None:
             _check(field, endpoint_problem(endpoint))
     if registration.patch is not None:
         _check("patch_endpoint", patch_problem(registration.patch))
+    if registration.engine_key is not None:
+        _check("engine_key", key_name_problem(registration.engine_key))
     if registration.patch_key is not None:
         _check("patch_key", patch_key_problem(registration.patch_key, registration.patch))
     if registration.replay is not None and registration.events is None:

@@ -46,6 +46,7 @@ KEYS = (
     "role",
     "handover",
     "engine",
+    "engine_key",
     *CATALOG_KEYS,
 )
 
@@ -101,6 +102,13 @@ def patch_key_problem(key: str, patch: str | None) -> str | None:
     # The key has 32 bytes, in Z85. Source: ZMQ RFC 32.
     match = re.fullmatch(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}", key)
     return None if match else "must be the engine's public key of CURVE: 40 characters in Z85"
+
+
+def key_name_problem(name: str) -> str | None:
+    """Return why `name` cannot name a key of engines, or None if it can."""
+    if re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
+        return None
+    return "must be the name of a key in worker_api_keys_file: up to 64 letters, digits and ._-"
 
 
 def url_problem(url: str) -> str | None:

@@ -81,11 +81,11 @@ EXPLANATIONS: dict[str, Explanation] = {
         "End a drain with `kvrouter undrain`, or add workers that decode.",
     ),
     "KV010": Explanation(
-        "`tls_certificate`, `tls_key`, `tls_client_ca`, `api_keys_file` or a file of the gateway was changed, and "
-        "its new contents cannot be used. The evidence names the file and the reason. The router uses the former "
-        "contents until it can read the file or is restarted, so a key that you revoked stays valid until then. "
-        'While certificate and key are replaced, they may for a moment not belong together. "no answer in 5 s" '
-        "means that a mount hangs.",
+        "The settings file, `tls_certificate`, `tls_key`, `tls_client_ca`, `api_keys_file`, `worker_api_keys_file` or a "
+        "file of the gateway was changed, and its new contents cannot be used. The evidence names the file and the "
+        "reason. The router uses the former contents until it can read the file or is restarted, so a key that you "
+        "revoked stays valid until then. While certificate and key are replaced, they may for a moment not belong "
+        'together. "no answer in 5 s" means that a mount hangs.',
         "Correct the file. The router reads it again as soon as it changes.",
     ),
     "KV011": Explanation(
@@ -93,6 +93,12 @@ EXPLANATIONS: dict[str, Explanation] = {
         "life. After its end, clients refuse it, and the finding is an error.",
         "Put a new certificate in the same place. The router takes it without a restart. `openssl x509 -enddate "
         "-noout -in FILE` shows when a certificate ends.",
+    ),
+    "KV012": Explanation(
+        "The settings file, with the flags and the environment, has other values than at the start of the router for "
+        "the settings that the evidence names. The router still uses the former ones. Settings that "
+        "docs/reference/settings.md marks as `reloads` were applied.",
+        "Restart the router, or put the former values back.",
     ),
     "KV101": Explanation(
         "The engine's `/health` or `/metrics` does not answer this router, or answers with an error. The engine "
@@ -144,7 +150,8 @@ EXPLANATIONS: dict[str, Explanation] = {
         "program before it checks keys. The router has no key for it, or another one. The router's own requests "
         "are refused, so texts get no tokens and no prediction. A client's request is sent with the client's own "
         "key, or is refused too. `/health` is degraded meanwhile.",
-        "Give the router the engines' key: `--worker-api-key KEY` on all routers.",
+        "Give the router the engines' key: `--worker-api-key KEY` on all routers, or `--worker-api-keys-file` where "
+        "engines have different keys or where keys change.",
     ),
     "KV110": Explanation(
         "Two workers of one model have the same `url` and rank, so one engine is taken for two: the router counts "
@@ -365,7 +372,7 @@ EXPLANATIONS: dict[str, Explanation] = {
         "the router that a client reaches. Compared are `none_hash_seed` (by a digest), `policy`, `temperature`, "
         "`saturation_tokens`, `suspect_credit_s`, `approximate_ttl_s`, `lease_ttl_s`, `max_workers`, "
         "`handover_token_cost`, `remote_prefill_min_tokens`, `allow_hosts`, `model_aliases`, and whether there is "
-        "an `api_key`, an `api_keys_file` and a `worker_api_key`.",
+        "an `api_key`, an `api_keys_file`, a `worker_api_key` and a `worker_api_keys_file`.",
         "Start all routers on this Redis with the same value.",
     ),
     "KV603": Explanation(

@@ -31,8 +31,9 @@ CODES: dict[str, tuple[Severity, str]] = {
     "KV007": (WARNING, "modules are not compiled"),
     "KV008": (ERROR, "a task of the router fails"),
     "KV009": (ERROR, "no worker would take a request"),
-    "KV010": (ERROR, "a file of certificate or keys cannot be used"),
+    "KV010": (ERROR, "a file of settings, certificate or keys cannot be used"),
     "KV011": (WARNING, "the certificate of the router's port ends"),
+    "KV012": (WARNING, "changed settings wait for a restart"),
     "KV101": (ERROR, "the engine cannot be reached"),
     "KV102": (ERROR, "the engine does not serve the model's name"),
     "KV103": (ERROR, "the router may not follow the worker"),
@@ -94,11 +95,12 @@ FIXES = {
     "KV008": "report it with the traceback in the router's log; restart the router if it stays",
     "KV010": "correct the file; it is read again as soon as it changes",
     "KV011": "openssl x509 -enddate -noout -in FILE shows when one ends",
+    "KV012": "restart the router, or put the former values back into the settings file",
     "KV103": "kvrouter serve --allow-host HOST (all routers of this Redis), or register the worker with a listed address",
     "KV106": "check the disk of the folder that the engine's log names (smartctl, dmesg), then restart the engine",
     "KV108": "kvrouter serve --max-workers N, with more than now, or register fewer; if its registration cannot be read,"
     " register it again",
-    "KV109": "kvrouter serve --worker-api-key KEY (all routers)",
+    "KV109": "kvrouter serve --worker-api-key KEY, or its key in --worker-api-keys-file (all routers)",
     "KV301": "kvrouter serve --none-hash-seed SEED with the engines' PYTHONHASHSEED; for one worker: --worker "
     "ID=URL,...,none_hash_seed=SEED,hash_algo=ALGORITHM (its --prefix-caching-hash-algo); or install the engine"
     " patch",

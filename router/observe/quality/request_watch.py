@@ -74,11 +74,11 @@ class Quality:
         self.flights = Concurrency()
         self._predictions: dict[WorkerKey, PredictionJudge] = {}
 
-    def begin(self, path: str, headers: Headers, request_id: str = "") -> RequestWatch:
-        """Begin to observe a request whose body has arrived completely."""
+    def begin(self, path: str, headers: Headers, request_id: str = "", key_name: str | None = None) -> RequestWatch:
+        """Begin to observe a request whose body has arrived completely; None as `key_name` is a request without key."""
         now = self.clock()
         trace = None if self.tracing is None else self.tracing.request(path, headers, now, request_id)
-        return RequestWatch(self, now, trace, request_id, path)
+        return RequestWatch(self, now, trace, request_id, path, key_name)
 
     def of(self, worker: WorkerKey) -> PredictionJudge:
         """Return the judge of the predictions for a worker."""
@@ -129,6 +129,7 @@ class RequestWatch:
     __slots__ = (
         "_began_s",
         "_flight",
+        "_key_name",
         "_life",
         "_measured",
         "_model",
@@ -146,13 +147,20 @@ class RequestWatch:
     )
 
     def __init__(
-        self, quality: Quality, began_s: float, trace: RequestTrace | None, request_id: str, path: str
+        self,
+        quality: Quality,
+        began_s: float,
+        trace: RequestTrace | None,
+        request_id: str,
+        path: str,
+        key_name: str | None,
     ) -> None:
         self._quality = quality
         self._began_s = began_s
         self._request_id = request_id
         self._trace = trace
         self._path = path
+        self._key_name = key_name
         self._measured = path in INFERENCE_PATHS
         self._model = NO_MODEL
         # The prompt for the access log; None if the log is off.
@@ -271,6 +279,8 @@ class RequestWatch:
         fields = {
             "request_id": self._request_id,
             "path": self._path,
+            # The name of the API key, never the key.
+            "key": self._key_name,
             "model": None if question is None else question.model,
             "status": self._status,
             # One of the outcomes that `ProxyMetrics` lists.

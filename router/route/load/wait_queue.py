@@ -36,7 +36,8 @@ class WaitQueue(Generic[T]):
     """All waiting prompts, by model, in the order of arrival."""
 
     def __init__(self, places: int) -> None:
-        self._places = places
+        # How many may wait. If it is lowered, those that wait already stay.
+        self.places = places
         # Each line is a dict, because it keeps the order and lets a waiter leave from the middle.
         self._lines: dict[str, dict[Waiter[T], None]] = {}
         self._count = 0
@@ -59,9 +60,9 @@ class WaitQueue(Generic[T]):
         Raises:
             QueueFull: All places are taken; the error carries `retry_after_s`.
         """
-        if self._count >= self._places:
+        if self._count >= self.places:
             raise QueueFull(
-                f"all workers of model {waiter.model!r} are saturated and {self._places} prompts wait already: try again "
+                f"all workers of model {waiter.model!r} are saturated and {self.places} prompts wait already: try again "
                 "later, add workers, or raise queue_size",
                 retry_after_s=retry_after_s,
             )

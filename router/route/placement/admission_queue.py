@@ -52,6 +52,12 @@ class AdmissionQueue:
         self._joined = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
+    def apply(self, config: Config) -> None:
+        """Take over the limits of the settings."""
+        self._deadline_s = config.queue_deadline_s
+        self._waiting.places = config.queue_size
+        self.look_soon()
+
     def start(self) -> None:
         """Start the task that tries waiting prompts and does the periodic work."""
         self._task = self._supervisor.start("queue", self._tend)

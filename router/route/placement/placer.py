@@ -135,6 +135,11 @@ class Placer:
                 supervisor=supervisor,
             )
 
+    def apply(self, config: Config) -> None:
+        """Take over the limits that change at run time; prompts that wait already keep their deadline."""
+        self.weights.saturation_tokens = config.saturation_tokens
+        self._line.apply(config)
+
     def start(self) -> None:
         """Start sharing the load, and placing the prompts that wait."""
         if self._share is not None:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.router.base.common.task_supervisor import TaskSupervisor
+from kvrouter.router.model.config.settings import Config
 from kvrouter.router.model.workers.engine_key import EngineKey
 from kvrouter.router.route.tokens.client_body import ClientBody
 from kvrouter.router.route.tokens.engine.client import Absent, Engine, EngineClient
@@ -126,6 +127,10 @@ class TextTokenizer:
     def health(self) -> list[str]:
         """Return the problems of finding tokens of texts, for `/health`."""
         return self._engines.health() + self._texts.health()
+
+    def apply(self, config: Config) -> None:
+        """Take over the limit of the settings, for requests that begin from now on."""
+        self._timeout_s = config.tokenize_timeout_s
 
     def start(self) -> None:
         """Look for engines and judge them, until `stop` is called."""

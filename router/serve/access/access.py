@@ -6,24 +6,19 @@ This is the async shell around the certificate files, the key file and the rate 
 
 from __future__ import annotations
 
-import asyncio
 import ssl
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from kvrouter.router.base.common.errors import SettingError
-from kvrouter.router.base.common.regular_file import read_regular
+from kvrouter.router.model.config.live_settings import LiveSettings
+from kvrouter.router.model.config.reloaded import read_text
 from kvrouter.router.model.config.settings import Config
 from kvrouter.router.serve.access.access_metrics import KEY_OUTCOMES, UNAUTHORIZED, AccessMetrics
 from kvrouter.router.serve.access.api_keys import UNKNOWN_NAME, ApiKey, ApiKeys, parse_keys, setting_key
 from kvrouter.router.serve.access.browser_policy import BrowserPolicy
 from kvrouter.router.serve.access.certificate import CertificateFiles, GatewayPems, read_certificate, read_pems
-from kvrouter.router.serve.access.reloaded import Reloaded
 
-# The time between two checks of the files. A change counts once two checks in a row see it; a check is one `stat` per
-# file.
-POLL_S = 0.5
 # `MAX_KEYS` entries with long names take about 20 kB.
 MAX_KEYS_BYTES = 256 * 1024
 # Registrations that may come in one burst, as a multiple of `max_workers`. A whole fleet that starts, is dropped and
@@ -70,10 +65,7 @@ def read_keys(file: Path) -> list[ApiKey]:
 
     Raises OSError if the file cannot be read, and SettingError if its content is not valid.
     """
-    try:
-        return parse_keys(read_regular(file, MAX_KEYS_BYTES).decode("utf-8"), f"api_keys_file {file}")
-    except UnicodeDecodeError:
-        raise SettingError(f"api_keys_file {file} is not UTF-8; write it as text") from None
+    return parse_keys(read_text(file, MAX_KEYS_BYTES), f"api_keys_file {file}")
 
 
 class TokenBucket:
@@ -108,7 +100,7 @@ class Access:
 
     def __init__(
         self,
-        config: Config,
+        settings: LiveSettings,
         metrics: AccessMetrics,
         *,
         clock: Callable[[], float],
@@ -117,11 +109,13 @@ class Access:
         """Read all files once, and raise SettingError if one of them cannot be used.
 
         Args:
-            config: The settings, which name the files and the limits.
+            settings: The settings, which name the files and the limits.
             metrics: The metrics of access.
             clock: Returns monotonic seconds.
             wall_clock: Returns seconds since 1970.
         """
+        config = settings.config
+        self.settings = settings
         self.metrics = metrics
         self.browsers = BrowserPolicy(config)
         self._clock = clock
@@ -132,23 +126,20 @@ class Access:
         # share one.
         self._buckets: dict[str, TokenBucket] = {}
         self._setting = None if config.api_key is None else setting_key(config.api_key)
-        files = certificate_files(config)
-        self._certificate = (
-            None if files is None else Reloaded("certificate", files.paths, lambda: read_certificate(files), metrics)
-        )
+        add, files = settings.files.add, certificate_files(config)
+        self._certificate = None if files is None else add("certificate", files.paths, lambda: read_certificate(files))
         keys_file = None if config.api_keys_file is None else Path(config.api_keys_file)
-        self._listed = (
-            None if keys_file is None else Reloaded("api_keys", [keys_file], lambda: read_keys(keys_file), metrics)
-        )
+        self._listed = None if keys_file is None else add("api_keys", [keys_file], lambda: read_keys(keys_file))
         pems = gateway_files(config)
-        self._gateway = (
-            None if pems is None else Reloaded("gateway_certificate", pems.paths, lambda: read_pems(pems), metrics)
-        )
-        every: tuple[Reloaded[Any] | None, ...] = (self._certificate, self._listed, self._gateway)
-        self._files = [file for file in every if file is not None]
+        self._gateway = None if pems is None else add("gateway_certificate", pems.paths, lambda: read_pems(pems))
         self.keys: ApiKeys | None = None
         self._take_keys()
         self._show_expiry()
+        settings.subscribe(self._take_limits)
+        if self._listed is not None:
+            self._listed.subscribe(self._take_keys)
+        if self._certificate is not None:
+            self._certificate.subscribe(self._show_expiry)
 
     @property
     def context(self) -> ssl.SSLContext | None:
@@ -177,20 +168,15 @@ class Access:
             return None
         return self._certificate.value.expiry_caution(self._wall_clock())
 
-    @property
-    def file_problems(self) -> list[str]:
-        """One message per file whose current content cannot be used, so that its previous content stays in force."""
-        return [f"{file.problem}; the former is used" for file in self._files if file.problem]
-
     def health(self) -> Sequence[str]:
         """Return the problems that make access unhealthy: unusable files and an expired certificate."""
         expired = self.expiry_problem
-        return [*self.file_problems, *([] if expired is None else [expired])]
+        return [*self.settings.files.problems, *([] if expired is None else [expired])]
 
     def cautions(self) -> Sequence[str]:
-        """Return warnings that need no action yet: a certificate that expires soon."""
+        """Return warnings of what still works: changed settings that need a restart, a certificate that expires soon."""
         near = self.expiry_caution
-        return [] if near is None else [near]
+        return [*self.settings.cautions(), *([] if near is None else [near])]
 
     def registration_pause_s(self, key: str) -> float:
         """Take a registration from the key's bucket and return 0.0, or return the seconds to wait for the next one."""
@@ -209,20 +195,11 @@ class Access:
         """Count one request of the key with this name. `outcome` is one of `KEY_OUTCOMES` or `UNAUTHORIZED`."""
         self.metrics.key_requests.labels(key, outcome).inc()
 
-    async def watch(self) -> None:
-        """Check all files for changes forever. A file that hangs does not delay the others."""
-        async with asyncio.TaskGroup() as group:
-            for file in self._files:
-                group.create_task(self._follow(file))
-        # Wait forever if there are no files: the supervisor treats a task that ends as a failure.
-        await asyncio.Event().wait()
-
-    async def _follow(self, file: Reloaded[Any]) -> None:
-        while True:
-            await asyncio.sleep(POLL_S)
-            if await file.look():
-                self._take_keys()
-                self._show_expiry()
+    def _take_limits(self, config: Config) -> None:
+        """Begin new buckets, because each holds the rate with which it began."""
+        if config.registrations_per_s != self._rate_per_s:
+            self._rate_per_s = config.registrations_per_s
+            self._buckets.clear()
 
     def _take_keys(self) -> None:
         if self._setting is None and self._listed is None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 from kvrouter.router.base.common.tally import Counter
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.model.config.reloaded import ReloadMetrics
 
-# The files that are reloaded when they change, and the outcomes of a change.
-FILES = ("certificate", "api_keys", "gateway_certificate")
-OUTCOMES = ("taken", "refused")
 # The outcomes of a request with a key: it was admitted, its key's scopes did not suffice, or it registered too often. A
 # request without a known key is unauthorized.
 ADMITTED, FORBIDDEN, LIMITED, UNAUTHORIZED = "admitted", "forbidden", "limited", "unauthorized"
@@ -32,12 +30,7 @@ class AccessMetrics:
             "tls_certificate_expiry_timestamp_seconds",
             "When the certificate of the HTTP port ends, in seconds since 1970; 0 without TLS",
         )
-        self.stale = registry.gauge(
-            "access_file_stale", "1 while what a file holds now cannot be used, and the former is", "file"
-        )
-        self.reloads = registry.counter(
-            "access_reloads_total", "Changes of files, by what came of them", "file", "outcome"
-        )
+        self.files = ReloadMetrics(registry)
         self.key_requests: Counter = registry.counter(
             "key_requests_total", "Requests to paths that take a key, by its name", "key", "outcome"
         )

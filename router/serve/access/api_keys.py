@@ -47,6 +47,8 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     models: Annotated[list[Name], msgspec.Meta(min_length=1)] | None = None
     # The cache salts that the key may use; None admits any.
     cache_salts: Annotated[list[Name], msgspec.Meta(min_length=1)] | None = None
+    # The cache salt of prompts without one. The key may use no other but those of `cache_salts`.
+    cache_salt: Name | None = None
 
 
 class ApiKey(msgspec.Struct, frozen=True):
@@ -124,7 +126,16 @@ def parse_keys(text: str, where: str) -> list[ApiKey]:
         key = _key_of(entry, f"{where} key {number}")
         _check_single(key, keys, f"{where} key {number}")
         keys.append(key)
-    return keys
+    return [_fenced(key, keys) for key in keys]
+
+
+def _fenced(key: ApiKey, keys: Sequence[ApiKey]) -> ApiKey:
+    """Return the key without access to the salts that the other keys give their prompts, unless it has them itself."""
+    salts = {other.bounds.cache_salt for other in keys} - {None}
+    if not salts or key.bounds.cache_salts is not None:
+        return key
+    bounds = msgspec.structs.replace(key.bounds, foreign_salts=frozenset(filter(None, salts)))
+    return msgspec.structs.replace(key, bounds=bounds)
 
 
 def _key_of(entry: Any, where: str) -> ApiKey:
@@ -134,7 +145,7 @@ def _key_of(entry: Any, where: str) -> ApiKey:
         # The message of msgspec may quote a value, and so a key.
         raise SettingError(
             f"{where} is no key: it needs `name` (letters, digits, `._-`), `scopes` (of {', '.join(Scope)}), and `key` or "
-            "`sha256` as quoted text, and besides these at most `models` and `cache_salts`, lists of text"
+            "`sha256` as quoted text, and besides these at most `models` and `cache_salts`, lists of text, and `cache_salt`"
         ) from None
     if key_entry.name in (SETTING_NAME, UNKNOWN_NAME):
         raise SettingError(f"{where}: the name {key_entry.name} is taken; write another one")
@@ -155,15 +166,16 @@ def _key_of(entry: Any, where: str) -> ApiKey:
 
 
 def _bounds_of(entry: KeyEntry, where: str) -> KeyBounds:
-    if entry.models is None and entry.cache_salts is None:
+    if entry.models is None and entry.cache_salts is None and entry.cache_salt is None:
         return KeyBounds(entry.name)
     if not {Scope.ASK, *ASK_PARTS}.issuperset(entry.scopes):
         raise SettingError(
-            f"{where} ({entry.name}) has `models` or `cache_salts`, which bind questions and requests alone: give it the scopes "
-            "ask, proxy or hits, and a key of its own for other ones"
+            f"{where} ({entry.name}) has `models`, `cache_salt` or `cache_salts`, which bind questions and requests alone: give "
+            "it the scopes ask, proxy or hits, and a key of its own for other ones"
         )
     models = None if entry.models is None else frozenset(entry.models)
-    return KeyBounds(entry.name, models, None if entry.cache_salts is None else frozenset(entry.cache_salts))
+    salts = frozenset([*(entry.cache_salts or ()), *([] if entry.cache_salt is None else [entry.cache_salt])])
+    return KeyBounds(entry.name, models, salts or None, entry.cache_salt)
 
 
 def _check_single(key: ApiKey, others: Sequence[ApiKey], where: str) -> None:

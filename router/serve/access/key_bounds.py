@@ -20,6 +20,14 @@ class KeyBounds(msgspec.Struct, frozen=True):
     models: frozenset[str] | None = None
     """The names of models (their own names, not aliases) and of LoRA adapters."""
     cache_salts: frozenset[str] | None = None
+    cache_salt: str | None = None
+    """The salt of prompts that the client sends without one; it is one of `cache_salts`."""
+    foreign_salts: frozenset[str] = frozenset()
+    """The salts that other keys give their clients' prompts, which this key may not name."""
+
+    def salted(self, cache_salt: str | None) -> str | None:
+        """Return the cache salt of a prompt that the client sends with this one, or with none."""
+        return cache_salt or self.cache_salt
 
     def check_model(self, model: str, lora_name: str | None) -> None:
         """Raise Forbidden unless the key may name this model or, if there is one, this LoRA adapter."""
@@ -38,6 +46,12 @@ class KeyBounds(msgspec.Struct, frozen=True):
             cache_salt: The salt of the request, or None if it has none.
             hashed: Whether the prompt came as block hashes, from which the salt cannot be seen.
         """
+        if cache_salt in self.foreign_salts and self.cache_salts is None:
+            raise Forbidden(
+                f"the cache_salt of this request is that of another API key, and {self.key} may not read that one's cache: send "
+                "another, or add it to the `cache_salts` of this key in the router's api_keys_file",
+                code="salt_not_allowed",
+            )
         if self.cache_salts is None or (cache_salt in self.cache_salts and not hashed):
             return
         remedy = "send token ids in place of block hashes" if hashed else "send one of these as `cache_salt`"

@@ -80,7 +80,16 @@ def patch_in(body: WorkerPatch) -> WorkerPatch:
     kept = {
         # Dynamo's clients send all fields, with null for fields that stay.
         name: msgspec.UNSET
-        for name in ("endpoint", "replay_endpoint", "patch_endpoint", "patch_key", "url", "block_size", "lora_name")
+        for name in (
+            "endpoint",
+            "replay_endpoint",
+            "patch_endpoint",
+            "patch_key",
+            "engine_key",
+            "url",
+            "block_size",
+            "lora_name",
+        )
         if getattr(body, name) is None
     }
     changed: dict[str, object] = {}

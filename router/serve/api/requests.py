@@ -53,8 +53,10 @@ BOUNDS = "kvrouter.bounds"
 
 
 def within_bounds(question: Question, bounds: KeyBounds | None) -> Question:
-    """Return the question if the request's key may ask it. Raises Forbidden if it may not."""
+    """Return the question, with the salt of the request's key if it has none. Raises Forbidden if the key may not ask it."""
     if bounds is not None:
+        if bounds.cache_salt is not None and question.cache_salt is None:
+            question = msgspec.structs.replace(question, cache_salt=bounds.cache_salt)
         bounds.check_model(question.model, question.lora_name)
         hashed = question.block_hashes is not None and len(question.block_hashes) > 0
         bounds.check_salt(question.cache_salt, hashed=hashed)

@@ -93,13 +93,12 @@ class SelectRoutes:
             return self._claim(body)
         length = _length(body)
         if tokens is not None or hashes is not None:
-            question = self._known(body, tokens, hashes)
+            question = within_bounds(self._known(body, tokens, hashes), bounds)
             await self._core.hash_ahead(question)
         elif length is not None:
-            question = self._asking.question(body, None, np.empty(0, np.uint64), length)
+            question = within_bounds(self._asking.question(body, None, np.empty(0, np.uint64), length), bounds)
         else:
             raise BadQuestion("give token_ids, block_hashes or isl_tokens: they determine the prompt's load")
-        within_bounds(question, bounds)
         pinned = Pin(str(body.worker_id), body.dp_rank)
         ask = msgspec.structs.replace(_ask(body, question, bounds), pinned=pinned)
         prefill_tokens = 0 if body.track_prefill_tokens is False else body.effective_prefill_tokens
@@ -158,9 +157,11 @@ class SelectRoutes:
                 code="tokens_required",
             )
         served = self._asking.served(body)
+        cache_salt = body.cache_salt or None
         if request.bounds is not None:
+            cache_salt = request.bounds.salted(cache_salt)
             request.bounds.check_model(served.model, body.lora_name or served.lora_name)
-            request.bounds.check_salt(body.cache_salt or None)
+            request.bounds.check_salt(cache_salt)
         raw = request.data[request.start :]
         if is_msgpack(request.content_type):
             try:
@@ -176,7 +177,7 @@ class SelectRoutes:
         question = prompt.question(
             served.model,
             lora_name=body.lora_name or served.lora_name,
-            cache_salt=body.cache_salt or None,
+            cache_salt=cache_salt,
             worker_ids=intersect_optional(worker_ids_of(_workers(body)), served.worker_ids),
             exclude_worker_ids=worker_ids_of(body.exclude_workers) or frozenset(),
             dp_rank=body.dp_rank,

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 
 import msgspec
 
@@ -17,6 +18,9 @@ from kvrouter.router.serve.proxy.admission import Admission, Exchange
 from kvrouter.router.serve.proxy.proxy_metrics import ProxyMetrics
 from kvrouter.router.serve.proxy.request_reader import Request
 from kvrouter.router.serve.proxy.worker_addresses import Addresses
+
+# The kind of a retry in `ProxyMetrics.retries`.
+KEY_CHANGED = "key"
 
 
 class Sent(msgspec.Struct, frozen=True, eq=False):
@@ -37,6 +41,7 @@ class Attempt:
         *,
         addresses: Callable[[], Addresses],
         authorization: Callable[[h.Headers, Target], bytes | None],
+        refresh_keys: Callable[[], Awaitable[None]],
         admission: Admission,
         pool: Pool,
         metrics: ProxyMetrics,
@@ -46,11 +51,13 @@ class Attempt:
         self._addresses = addresses
         # Returns the Authorization that an engine gets for a client's headers.
         self._authorization = authorization
+        # Reads the engines' keys again if their file has changed.
+        self._refresh_keys = refresh_keys
         self._admission = admission
         self._pool = pool
         self._metrics = metrics
         # The seconds for which an engine may send nothing.
-        self._silence_s = silence_s
+        self.silence_s = silence_s
 
     async def send(
         self,
@@ -71,16 +78,34 @@ class Attempt:
             headers: The client's headers to send.
             added: The router's own headers.
         """
+        sent, key = await self._send(request, worker, body, headers, added)
+        if key is None or sent.head.status != HTTPStatus.UNAUTHORIZED:
+            return sent
+        # The engine's key may have changed in the engine a moment before it changes here.
+        await self._refresh_keys()
+        target = self._addresses().targets.get(worker)
+        if target is None or self._authorization(request.client.headers, target) == key:
+            return sent
+        self.give_up(sent)
+        self._metrics.retries.labels(KEY_CHANGED).inc()
+        sent, _ = await self._send(request, worker, body, headers, added)
+        return sent
+
+    async def _send(
+        self, request: Request, worker: WorkerKey, body: bytes, headers: h.Headers, added: h.Headers
+    ) -> tuple[Sent, bytes | None]:
+        """Do what `send` does, once; return the Authorization that was sent, too."""
         client = request.client
         addresses = self._addresses()
         target = addresses.targets[worker]
+        authorization = self._authorization(client.headers, target)
         head = h.request_head(
             target,
             client.url,
             request.watch.sending(worker, target.host, target.port, headers),
             length=len(body),
             request_id=request.request_id,
-            authorization=self._authorization(client.headers, target),
+            authorization=authorization,
             rank=addresses.ranks.get(worker),
             added=added,
         )
@@ -96,7 +121,7 @@ class Attempt:
             exchange.unknown()
             raise
         exchange.answered(answer_head.status)
-        return Sent(target, connection, answer_head, exchange)
+        return Sent(target, connection, answer_head, exchange), authorization
 
     async def _first_byte(
         self, request: Request, worker: WorkerKey, target: Target, head: bytes, body: bytes
@@ -121,7 +146,7 @@ class Attempt:
         """Send the request over this connection and return the head of the answer. Raises Failure."""
         self._admission.waits(worker, connection)
         try:
-            return await connection.ask(head, body, self._silence_s)
+            return await connection.ask(head, body, self.silence_s)
         except BaseException:
             connection.close()
             raise

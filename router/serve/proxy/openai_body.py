@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fields of an OpenAI body that the proxy reads, such as the model and the length of the answer.
 
-The bytes are forwarded unchanged. Values may be of any type: the engine reports what is wrong with them.
+The bytes are forwarded unchanged, but for the name of a model and the salt of the client's key. Values may be of any
+type: the engine reports what is wrong with them.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ def openai_body(body: ClientBody) -> OpenAIBody:
         raise BadQuestion(f"the body is not JSON: {error}", code="malformed_body") from None
 
 
-def renamed(raw: bytes, model: str) -> bytes:
-    """Return the same JSON object with another `model`; every other value keeps its bytes."""
+def with_fields(raw: bytes, changes: dict[str, str]) -> bytes:
+    """Return the same JSON object with these fields; every other value keeps its bytes."""
     fields = _fields.decode(raw)
-    fields["model"] = msgspec.Raw(msgspec.json.encode(model))
+    for name, value in changes.items():
+        fields[name] = msgspec.Raw(msgspec.json.encode(value))
     return msgspec.json.encode(fields)

@@ -17,6 +17,7 @@ from kvrouter.contract.worker_status import ReuseStatus
 from kvrouter.router.base.common.errors import NoWorker, RouterError, Saturated, WorkerSilent, WorkerUnreachable
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.common.random_ids import RandomIds
+from kvrouter.router.model.config.settings import Config
 from kvrouter.router.model.upstream.failure import Failure, Kind
 from kvrouter.router.model.upstream.origin import Target
 from kvrouter.router.model.upstream.pool import Pool
@@ -97,6 +98,7 @@ class Proxy:
         self._sending = Attempt(
             addresses=self.addresses,
             authorization=self.authorization,
+            refresh_keys=engine_key.refresh,
             admission=admission,
             pool=pool,
             metrics=metrics,
@@ -113,13 +115,18 @@ class Proxy:
         self._addressed: Sequence[Registration] | None = None
         self._known_addresses = Addresses((), allowed)
 
+    def apply(self, config: Config) -> None:
+        """Take over the limit of the settings, for requests that are sent from now on."""
+        self._sending.silence_s = config.answer_timeout_s
+
     async def forward(self, client: Client) -> None:
         """Answer the client: place its request, send it to a worker, and pass the worker's answer on.
 
         Raises nothing but defects and its own cancellation, which means that the client has hung up.
         """
         request_id = h.header(client.headers, h.REQUEST_ID) or self._new_id().encode()
-        watch = self._quality.begin(client.path, client.headers, request_id.decode("latin-1"))
+        key_name = None if client.bounds is None else client.bounds.key
+        watch = self._quality.begin(client.path, client.headers, request_id.decode("latin-1"), key_name)
         request = Request(client, watch, request_id)
         outcome, refusal_status = "client_gone", 0
         self._open += 1

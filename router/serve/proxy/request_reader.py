@@ -27,7 +27,7 @@ from kvrouter.router.route.tokens.without_cache import engines_without_cache
 from kvrouter.router.serve.proxy.attempts import Attempts
 from kvrouter.router.serve.proxy.downstream import ClientRequest
 from kvrouter.router.serve.proxy.form_body import read_form_model
-from kvrouter.router.serve.proxy.openai_body import OpenAIBody, openai_body, renamed
+from kvrouter.router.serve.proxy.openai_body import OpenAIBody, openai_body, with_fields
 
 # Whisper makes 50 tokens of a second, which takes 32 kB in a WAV file and 8 to 16 kB in an MP3 file. This estimate is
 # used for the load alone.
@@ -93,10 +93,17 @@ class RequestReader:
         body = openai_body(client_body)
         name = self._name_of(body.model)
         served = self._resolve(name)
+        changes: dict[str, str] = {}
+        if client.bounds is not None and client.bounds.cache_salt is not None and client.path not in WITHOUT_PROMPT:
+            salt = client.bounds.salted(body.salt)
+            if salt is not None and salt != body.salt:
+                body.cache_salt = changes["cache_salt"] = salt
         _check_bounds(client, served, body.salt)
         if name not in (served.model, served.lora_name) and body.model is not None:
             # The engine does not know the aliases that this router gives its models.
-            request.body = renamed(client.body, served.lora_name or served.model)
+            changes["model"] = served.lora_name or served.model
+        if changes:
+            request.body = with_fields(client.body, changes)
         return _placement_request(request, await self._question(request, client_body, body, served), body.limit_tokens)
 
     def _read_form(self, request: Request) -> PlacementRequest:

@@ -10,8 +10,8 @@ import yaml
 
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.follow.discovery.candidate import Candidate, candidate_of
-from kvrouter.router.follow.discovery.files.settings_file import WORKERS
 from kvrouter.router.follow.discovery.reconcile import Name, name_of
+from kvrouter.router.model.config.live_settings import WORKERS
 from kvrouter.router.model.workers.listed_worker import listed_worker
 
 FORM = "write a list of workers, like `- {worker_id: w0, url: http://10.0.0.5:8000}`, or [] for none"

@@ -27,6 +27,7 @@ from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.base.common.shutdown import Shutdown
 from kvrouter.router.base.common.version import PACKAGE, VERSION
 from kvrouter.router.base.redis_client.errors import StoreError
+from kvrouter.router.model.config.live_settings import LiveSettings
 from kvrouter.router.model.config.settings import Config
 from kvrouter.router.observe.decisions.watch import Watch
 from kvrouter.router.route.placement.placer import Placer
@@ -146,7 +147,9 @@ def build_api(
         history: The traffic of the last day and the savings; without it, neither is shown.
     """
     shutdown = shutdown or Shutdown()
-    access = access or Access(config, metrics.access, clock=time.monotonic, wall_clock=time.time)
+    access = access or Access(
+        LiveSettings(config, metrics=metrics.access.files), metrics.access, clock=time.monotonic, wall_clock=time.time
+    )
     app = FastAPI(
         title=PACKAGE,
         version=VERSION,

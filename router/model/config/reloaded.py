@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values that are read from files, and read again when these change or when the operator wants it.
+
+The previous value stays in use while the files are unusable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.base.common.file_watch import FileWatch
+from kvrouter.router.base.common.hanging_call import HANG_S, CallHangs, HangingCall
+from kvrouter.router.base.common.regular_file import read_regular
+
+# Imported for types only, because a wrong file is refused before the packages of a router are imported.
+if TYPE_CHECKING:
+    from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# The time between two checks of a file. A change counts once two checks in a row see it; a check is one `stat` per file.
+POLL_S = 0.5
+
+
+def read_text(file: Path, max_bytes: int) -> str:
+    """Return the text of a file. Raises OSError, and SettingError if it is not UTF-8."""
+    try:
+        return read_regular(file, max_bytes).decode("utf-8")
+    except UnicodeDecodeError:
+        raise SettingError(f"{file} is not UTF-8; write it as text") from None
+
+
+# What came of a change of a file.
+TAKEN, REFUSED = "taken", "refused"
+
+
+class ReloadMetrics:
+    """The metrics of files that are read again. Their names are older than the files beside those of access."""
+
+    def __init__(self, registry: MetricRegistry) -> None:
+        self.stale = registry.gauge(
+            "access_file_stale", "1 while what a file holds now cannot be used, and the former is", "file"
+        )
+        self.reloads = registry.counter(
+            "access_reloads_total", "Changes of files, by what came of them", "file", "outcome"
+        )
+
+
+class Reloaded(Generic[T]):
+    """A value that is read from files.
+
+    `value` is the last one that was read without an error. `problem` says why it differs from the files' current
+    content, or is empty. Both are replaced, never changed in place, so any thread may read them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        paths: Sequence[Path],
+        read: Callable[[], T],
+        metrics: ReloadMetrics | None,
+        *,
+        former: T | None = None,
+        hang_s: float = HANG_S,
+    ) -> None:
+        """Read the value for the first time. Raises SettingError unless there is a former value.
+
+        Args:
+            name: The value's name in metrics and logs.
+            paths: The files to watch.
+            read: Reads the files; raises OSError and SettingError. It runs in a thread and may hang.
+            metrics: The metrics of files; None: nobody looks at them.
+            former: The value to use if the files cannot be used now; None: there is none.
+            hang_s: The seconds that reading may take before that is a problem.
+        """
+        self._name = name
+        self._paths = paths
+        self._read = read
+        self._metrics = metrics
+        self._hang_s = hang_s
+        self._watch = FileWatch(*paths)
+        self._changed = HangingCall(f"read {name}", self._read_changed)
+        self._looking = asyncio.Lock()
+        # Whether the look under way reads a change that no earlier look has seen.
+        self._at_once = False
+        self._subscribers: list[Callable[[], None]] = []
+        # Whether `ReloadedFiles.problems` has this file's problem; otherwise another part of the router reports it.
+        self.is_reported = True
+        self.problem = ""
+        # The problem that the last look found that got an answer.
+        self._file_problem = ""
+        self._show_stale()
+        if metrics is not None:
+            for outcome in (TAKEN, REFUSED):
+                metrics.reloads.labels(name, outcome)
+        try:
+            self.value = self._first()
+        except SettingError as error:
+            if former is None:
+                raise
+            self.value, self._file_problem = former, error.message
+            self._refuse(error.message)
+
+    def _first(self) -> T:
+        """Return the value that the files have at the start. Raises SettingError."""
+        try:
+            return HangingCall(f"read {self._name}", self._read_now).wait(self._hang_s)
+        except OSError as error:
+            self._watch.forget()
+            raise SettingError(f"cannot read {_place(error)}; name a readable file") from None
+        except CallHangs:
+            raise SettingError(f"{self._hang()}; name a readable file") from None
+
+    def subscribe(self, changed: Callable[[], None]) -> None:
+        """Call `changed` whenever `value` or `problem` has changed."""
+        self._subscribers.append(changed)
+
+    async def look(self, *, at_once: bool = False) -> bool:
+        """Read the files again if they changed, and return whether there is a new value.
+
+        A failure sets `problem` and returns False. With `at_once`, a change counts although no look before saw it.
+        """
+        async with self._looking:
+            self._at_once = at_once
+            before = self.problem
+            has_new_value = await self._look()
+            if has_new_value or self.problem != before:
+                for changed in self._subscribers:
+                    changed()
+            return has_new_value
+
+    async def read_again(self) -> None:
+        """Read the files now, changed or not."""
+        async with self._looking:
+            self._watch.forget()
+        await self.look(at_once=True)
+
+    async def _look(self) -> bool:
+        """Do what `look` does, without calling the subscribers."""
+        try:
+            values = await self._changed.result(self._hang_s)
+        except CallHangs:
+            self._refuse(f"{self._hang()}; restore its mount, or put it back")
+            return False
+        except OSError as error:
+            self._file_problem = f"cannot read {_place(error)}; put it back"
+            self._refuse(self._file_problem)
+            return False
+        except SettingError as error:
+            self._file_problem = error.message
+            self._refuse(self._file_problem)
+            return False
+        if not values:
+            if self.problem != self._file_problem:
+                self._answers_again()
+            return False
+        [self.value] = values
+        self.problem = self._file_problem = ""
+        self._show_stale(TAKEN)
+        log.info("read again", extra={"file": self._name})
+        return True
+
+    def _read_changed(self) -> list[T]:
+        """Return a list with the new value, or an empty list if no file has changed."""
+        try:
+            return [self._read_now()] if self._watch.due(at_once=self._at_once) else []
+        except OSError:
+            # The next look reads the files again, even if they do not change.
+            self._watch.forget()
+            raise
+
+    def _read_now(self) -> T:
+        self._watch.begin()
+        return self._read()
+
+    def _hang(self) -> str:
+        return f"cannot read {', '.join(map(str, self._paths))}: no answer in {self._hang_s:g} s"
+
+    def _answers_again(self) -> None:
+        """Note that the files hung and have not changed: they have the problem that they had before."""
+        self.problem = self._file_problem
+        self._show_stale()
+        log.info("answers again, unchanged", extra={"file": self._name})
+
+    def _show_stale(self, outcome: str = "") -> None:
+        """Show whether there is a problem, and count the outcome of a change, if there was one."""
+        if self._metrics is not None:
+            self._metrics.stale.labels(self._name).set(int(bool(self.problem)))
+            if outcome:
+                self._metrics.reloads.labels(self._name, outcome).inc()
+
+    def _refuse(self, problem: str) -> None:
+        if problem == self.problem:
+            return
+        self.problem = problem
+        self._show_stale(REFUSED)
+        log.warning("a file cannot be used; the former is", extra={"file": self._name, "problem": problem})
+
+
+def _place(error: OSError) -> str:
+    return f"{error.filename}: {error.strerror or error}"
+
+
+class ReloadedFiles:
+    """All files of a process that are read again."""
+
+    def __init__(self, metrics: ReloadMetrics | None) -> None:
+        self._metrics = metrics
+        self._files: list[Reloaded[Any]] = []
+
+    def add(
+        self,
+        name: str,
+        paths: Sequence[Path],
+        read: Callable[[], T],
+        *,
+        former: T | None = None,
+        hang_s: float = HANG_S,
+    ) -> Reloaded[T]:
+        """Read a value for the first time and return it. Raises SettingError. The arguments are those of `Reloaded`."""
+        file = Reloaded(name, paths, read, self._metrics, former=former, hang_s=hang_s)
+        self._files.append(file)
+        return file
+
+    @property
+    def problems(self) -> list[str]:
+        """One message per file whose current content cannot be used, so that its previous content stays in force."""
+        return [f"{file.problem}; the former is used" for file in self._files if file.problem and file.is_reported]
+
+    async def watch(self) -> None:
+        """Check all files for changes forever. A file that hangs does not delay the others."""
+        async with asyncio.TaskGroup() as group:
+            for file in self._files:
+                group.create_task(_follow(file))
+        # Wait forever if there are no files: the supervisor treats a task that ends as a failure.
+        await asyncio.Event().wait()
+
+    async def read_again(self) -> None:
+        """Read all files now, changed or not."""
+        await asyncio.gather(*(file.read_again() for file in self._files))
+
+
+async def _follow(file: Reloaded[Any]) -> None:
+    while True:
+        await asyncio.sleep(POLL_S)
+        await file.look()
