@@ -128,10 +128,10 @@ class DecisionReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class DecisionsReply(msgspec.Struct, frozen=True):
-    """The last decisions of the process that answers, without their candidates."""
+    """The last decisions of all processes of this router, without their candidates."""
 
     decisions: Annotated[list[DecisionReply], Meta(description="the newest first")]
-    kept: Annotated[int, Meta(description="decisions that the process keeps")] = 0
+    kept: Annotated[int, Meta(description="decisions that are kept")] = 0
     searched: Annotated[
-        int, Meta(description="how many of them were looked at for this answer, the newest first; at most 10,000")
+        int, Meta(description="how many of them were looked at, the newest first; at most 10,000 of each process")
     ] = 0

@@ -45,6 +45,7 @@ class DiagnosisReport(msgspec.Struct, frozen=True):
     routers: Annotated[int, Meta(description="router processes that this one knows of")]
     checks: Annotated[int, Meta(description="codes that a diagnosis can report")]
     findings: Annotated[list[Finding], Meta(description="what was found, the gravest first")]
+    age_s: Annotated[float, Meta(description="seconds since the facts were collected; see max_age_s")] = 0.0
 
 
 class ExplainedCode(msgspec.Struct, frozen=True):

@@ -183,6 +183,20 @@ def test_kv205_names_the_ports_that_the_engine_names(clinic: Clinic, replicas: l
         assert [finding.code for finding in clinic.report().findings if finding.subject == subject].count("KV205") == 1
 
 
+def test_a_report_that_is_not_too_old_is_given_again(clinic: Clinic) -> None:
+    before = clinic.router.request("GET", "/diagnosis")
+    with clinic.worker("added", url=f"http://127.0.0.1:{free_port()}") as subject:
+        again = clinic.router.request("GET", "/diagnosis?max_age_s=3600")
+        assert again["age_s"] > 0 and again["findings"] == before["findings"] and again["workers"] == before["workers"]
+        clinic.find("KV101", subject)
+        # The report that found it is the one that is given again now.
+        again = clinic.router.request("GET", "/diagnosis?max_age_s=3600")
+        assert again["workers"] == before["workers"] + 1
+        assert subject in [finding["subject"] for finding in again["findings"]]
+    with pytest.raises(RouterError, match="400"):
+        clinic.router.request("GET", "/diagnosis?max_age_s=-1")
+
+
 def test_kv110_names_one_engine_with_two_names(clinic: Clinic, replicas: list[dict[str, Any]]) -> None:
     with clinic.worker("one", **of(replicas[0])), clinic.worker("two", **of(replicas[0])):
         finding = clinic.find("KV110")

@@ -25,7 +25,7 @@ from tests.support.replica_process import ReplicaProcess, worker_flags
 from tests.support.router_process import RouterProcess
 
 MODEL = "sim-gemma3"
-VIEWS = ("overview", "fleet", "reuse", "decisions", "prompt", "events", "store")
+VIEWS = ("overview", "fleet", "reuse", "decisions", "prompt", "events", "doctor", "store")
 # Selectors of the elements that a view shows when it has its data.
 READY = {
     "overview": "#overview-now a.tile >> nth=5",
@@ -34,6 +34,7 @@ READY = {
     "decisions": "#decisions-list tbody tr",
     "prompt": "#prompt-models option",
     "events": "#events-log tbody tr",
+    "doctor": "#doctor-now .well, #doctor-now .finding",
     "store": "#store-now tbody tr",
 }
 WIDTHS = (360, 768, 1280, 2560)
@@ -110,7 +111,7 @@ def tab(chromium: Browser, router: RouterProcess) -> Iterator[BrowserPage]:
 def shown(page: Page, view: str) -> None:
     page.wait_for_selector(READY[view], state="attached")
     if view == "decisions":
-        page.click("#decisions-list button >> nth=0")
+        page.click("#decisions-list [data-row] >> nth=0")
         page.wait_for_selector("#decision .bar")
     if view == "prompt":
         ask_tokens(page, conversation(3, 6 * PIECE_TOKENS))
@@ -119,7 +120,7 @@ def shown(page: Page, view: str) -> None:
 def ask_tokens(page: Page, ids: list[int]) -> None:
     page.check("input[value=tokens]")
     page.fill("textarea", ", ".join(map(str, ids)))
-    page.click("text=Where does it lie?")
+    page.click("text=Show where it is cached")
     page.wait_for_selector("#prompt-answer[aria-busy=false] [data-worker]")
 
 
@@ -177,8 +178,8 @@ def test_every_view_changes_by_itself(tab: BrowserPage) -> None:
     changes(lambda: page.inner_text("#decisions-list"), "the list of decisions")
     page = tab.open("events")
     changes(lambda: page.inner_text("#events-log"), "the log of events")
-    page.click("text=Hold")
-    page.wait_for_selector("text=The last 100, held")
+    page.click("text=Pause")
+    page.wait_for_selector("text=The last 100, paused")
     held = page.inner_text("#events-log")
     changes(lambda: page.inner_text("#events-counts"), "the counts of events")
     assert page.inner_text("#events-log") == held
@@ -268,19 +269,13 @@ def test_a_text_and_a_chat_are_tokenized_by_the_engine(tab: BrowserPage, router:
     ):
         page.check(f"input[value={kind}]")
         page.fill("textarea", text)
-        page.click("text=Where does it lie?")
+        page.click("text=Show where it is cached")
         tokens = router.request("POST", "/tokenize", {"model": MODEL, **body})["tokens"]
-        page.wait_for_selector(f"text={len(tokens)} tokens. A strip is")
+        page.wait_for_selector(f"text={len(tokens)} tokens. Each bar is")
     page.check("input[value=chat]")
     page.fill("textarea", "no JSON")
-    page.click("text=Where does it lie?")
+    page.click("text=Show where it is cached")
     page.wait_for_selector("text=the chat is no JSON")
-
-
-def test_the_doctor_is_asked_from_the_page(tab: BrowserPage) -> None:
-    page = tab.open("store")
-    page.click("text=Look for what is wrong")
-    page.wait_for_selector(".findings li, :text('Nothing found by')")
 
 
 def test_what_is_focused_and_what_is_written_survive_updates(tab: BrowserPage) -> None:

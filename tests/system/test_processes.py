@@ -136,6 +136,10 @@ def test_any_process_explains_a_decision_of_another_and_shows_it(tmp_path: Path)
         for _ in range(20):
             router.reconnect()
             assert router.request("GET", f"/decisions/{name}")["reason"] == chosen["reason"]
+            reply = router.request("GET", f"/decisions?worker={chosen['worker_id']}&limit=5")
+            assert [entry["selection_id"] for entry in reply["decisions"]] == [name]
+            assert (reply["kept"], reply["searched"]) == (1, 1)
+            assert router.request("GET", "/decisions?only=failed")["decisions"] == []
         until(lambda: all(reader.events for reader in readers), "all see it")
         assert {event["selection_id"] for reader in readers for event in reader.events} == {name}
         assert all(len(reader.events) == 1 for reader in readers)

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable
 
 import aiohttp
+import msgspec
 
 from kvrouter.contract.diagnosis import DiagnosisReport, Finding, Severity
 from kvrouter.contract.settings import SettingsReply
@@ -89,11 +90,25 @@ class Diagnosis:
         self._wall_clock = wall_clock
         self._allowed = AllowList(config.allow_hosts)
         self._looking = asyncio.Lock()
+        # The last report, and the time on the core's clock at which its facts had been collected.
+        self._last: tuple[DiagnosisReport, float] | None = None
 
-    async def report(self) -> DiagnosisReport:
-        """Collect the facts and run all checks; the most severe findings come first."""
+    async def report(self, max_age_s: float = 0.0) -> DiagnosisReport:
+        """Return the findings, the most severe first.
+
+        Args:
+            max_age_s: The last report is returned again if it is not older, so that many pages that look at one fleet
+                do not each connect to all of its endpoints.
+        """
         async with self._looking:
-            snapshot = await self._look()
+            if self._last is None or self._core.now() - self._last[1] >= max_age_s:
+                self._last = await self._examine(), self._core.now()
+            report, collected_s = self._last
+        return msgspec.structs.replace(report, age_s=self._core.now() - collected_s)
+
+    async def _examine(self) -> DiagnosisReport:
+        """Collect the facts and run all checks."""
+        snapshot = await self._look()
         findings: list[Finding] = []
         for check in (
             router_findings,

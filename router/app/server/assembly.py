@@ -66,7 +66,7 @@ from kvrouter.router.route.tokens.engine.client import Engine
 from kvrouter.router.route.tokens.engine.verification import LocalMaker
 from kvrouter.router.route.tokens.tokenizer import TextTokenizer
 from kvrouter.router.serve.access.access import Access
-from kvrouter.router.serve.api.decision_reply import find_decision
+from kvrouter.router.serve.api.decision_reply import find_decision, list_decisions
 from kvrouter.router.serve.api.http.deadlines import HttpLimits
 from kvrouter.router.serve.api.http.fastapi_app import build_api
 from kvrouter.router.serve.api.http.http_connection import connection_factory
@@ -188,7 +188,8 @@ class Assembly:
         watch = Watch(feed, decisions)
         if siblings is not None:
             siblings.own_decision = partial(find_decision, decisions)
-            watch = Watch(feed, decisions, siblings.decision)
+            siblings.own_decisions = partial(list_decisions, decisions)
+            watch = Watch(feed, decisions, siblings.decision, siblings.decisions)
         diagnosis = Diagnosis(
             core=core,
             placer=placer,

@@ -2,8 +2,8 @@
 """The exchange between several processes behind one port: metrics for a common page, and decisions of other processes.
 
 A request reaches any one of the processes. Each listens on a unix socket: a connection sends one line, the name of a
-decision or nothing for the page of metrics, and gets the answer. The scraped process reads all pages and labels every
-sample with `process`; it adds nothing up. A process that does not answer is left out, which
+decision, the filter of a list of them, or nothing for the page of metrics, and gets the answer. The scraped process reads
+all pages and labels every sample with `process`; it adds nothing up. A process that does not answer is left out, which
 `kvrouter_processes_answering` shows.
 """
 
@@ -18,11 +18,17 @@ import msgspec
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvrouter.contract.decisions import DecisionsReply
 from kvrouter.router.base.telemetry.metric_registry import page_of
+from kvrouter.router.observe.decisions.decision_log import DecisionFilter
 
 # A page is some hundred kilobytes at most. A process that is busy for longer than this would delay the scrape.
 ANSWER_TIMEOUT_S = 2.0
 LABEL = "process"
+
+# The name of a decision, "" for the page of metrics, or how many decisions and which.
+SiblingRequest = str | tuple[int, DecisionFilter]
+_decode_request = msgspec.json.Decoder(SiblingRequest).decode
 
 
 def socket_path(folder: Path, number: int) -> Path:
@@ -33,7 +39,8 @@ def socket_path(folder: Path, number: int) -> Path:
 class Siblings:
     """This process and the others of one supervisor, by number.
 
-    `own_page` returns this process's metrics, and `own_decision` the reply about a decision that it made, or None.
+    `own_page` returns this process's metrics, `own_decision` the reply about a decision that it made, or None, and
+    `own_decisions` the reply with its last ones.
     """
 
     def __init__(self, folder: Path, number: int, count: int, own_page: Callable[[], Awaitable[bytes]]) -> None:
@@ -42,6 +49,7 @@ class Siblings:
         self._count = count
         self._own_page = own_page
         self.own_decision: Callable[[str], Any] = lambda name: None
+        self.own_decisions: Callable[[int, DecisionFilter], Any] = lambda most, wanted: DecisionsReply([])
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -54,8 +62,13 @@ class Siblings:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                name = msgspec.json.decode(await reader.readline(), type=str)
-                writer.write(self._decision(name) if name else await self._own_page())
+                request = _decode_request(await reader.readline())
+                if not request:
+                    writer.write(await self._own_page())
+                elif isinstance(request, str):
+                    writer.write(self._decision(request))
+                else:
+                    writer.write(msgspec.json.encode(self.own_decisions(*request)))
                 await writer.drain()
         except (ConnectionError, TimeoutError, ValueError, msgspec.MsgspecError):
             # The reader is gone, or gave up waiting.
@@ -78,18 +91,22 @@ class Siblings:
             return None
         return next((reply for reply in (await self._ask_others(name)).values() if reply), None)
 
-    async def _ask_others(self, name: str) -> dict[int, bytes]:
+    async def decisions(self, most: int, wanted: DecisionFilter) -> list[bytes]:
+        """Return, as JSON, the replies of the other processes with the last decisions that they made."""
+        return [reply for reply in (await self._ask_others((most, wanted))).values() if reply]
+
+    async def _ask_others(self, request: SiblingRequest) -> dict[int, bytes]:
         others = [number for number in range(self._count) if number != self._number]
-        answers = await asyncio.gather(*(self._ask(number, name) for number in others))
+        answers = await asyncio.gather(*(self._ask(number, request) for number in others))
         return dict(zip(others, answers, strict=True))
 
-    async def _ask(self, number: int, name: str) -> bytes:
+    async def _ask(self, number: int, request: SiblingRequest) -> bytes:
         """Return the answer of one process; empty if it has none or does not answer in time."""
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 reader, writer = await asyncio.open_unix_connection(socket_path(self._folder, number))
                 try:
-                    writer.write(msgspec.json.encode(name) + b"\n")
+                    writer.write(msgspec.json.encode(request) + b"\n")
                     return await reader.read(-1)
                 finally:
                     writer.close()

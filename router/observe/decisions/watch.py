@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from kvrouter.router.follow.feed.event_feed import EventFeed
-from kvrouter.router.observe.decisions.decision_log import DecisionLog
+from kvrouter.router.observe.decisions.decision_log import DecisionFilter, DecisionLog
 
 
 class Watch(NamedTuple):
@@ -17,3 +17,5 @@ class Watch(NamedTuple):
     decisions: DecisionLog
     # Returns the reply of another process behind this port about a decision; None if no process has it.
     elsewhere: Callable[[str], Awaitable[bytes | None]] | None = None
+    # Returns the replies of the other processes behind this port with their last decisions.
+    lists_elsewhere: Callable[[int, DecisionFilter], Awaitable[list[bytes]]] | None = None

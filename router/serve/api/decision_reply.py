@@ -6,10 +6,10 @@ from __future__ import annotations
 import msgspec
 
 from kvrouter.contract.choices import CandidateReply
-from kvrouter.contract.decisions import DecidedPrefill, DecisionReply, Proof
+from kvrouter.contract.decisions import DecidedPrefill, DecisionReply, DecisionsReply, Proof
 from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.router.observe.decisions.decision import Decision, KeptChoice
-from kvrouter.router.observe.decisions.decision_log import DecisionLog, KeptDecision
+from kvrouter.router.observe.decisions.decision_log import DecisionFilter, DecisionLog, KeptDecision
 from kvrouter.router.serve.api.responses import candidate_reply, overlap_of
 
 
@@ -55,8 +55,24 @@ def find_decision(decisions: DecisionLog, name: str) -> DecisionReply | None:
     return None if kept_and_earlier is None else decision_reply(*kept_and_earlier)
 
 
-# Reads a reply that another process of this router sent.
+def list_decisions(decisions: DecisionLog, most: int, wanted: DecisionFilter) -> DecisionsReply:
+    """Return the last of the wanted decisions."""
+    kept_decisions, searched = decisions.last(most, wanted)
+    replies = [decision_reply(kept, explain=False) for kept in kept_decisions]
+    return DecisionsReply(replies, decisions.kept, searched)
+
+
+def joined(replies: list[DecisionsReply], most: int) -> DecisionsReply:
+    """Return the lists of several processes as one, the newest decisions first."""
+    entries = sorted((entry for reply in replies for entry in reply.decisions), key=lambda entry: -entry.time_s)
+    return DecisionsReply(
+        entries[:most], sum(reply.kept for reply in replies), sum(reply.searched for reply in replies)
+    )
+
+
+# These read replies that another process of this router sent.
 read_decision = msgspec.json.Decoder(DecisionReply).decode
+read_decisions = msgspec.json.Decoder(DecisionsReply).decode
 
 
 def _prefill(choice: KeptChoice, *, explain: bool) -> DecidedPrefill:

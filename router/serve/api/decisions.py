@@ -12,7 +12,13 @@ from kvrouter.router.base.common.errors import UnknownDecision
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.observe.decisions.decision_log import DecisionFilter
 from kvrouter.router.observe.decisions.watch import Watch
-from kvrouter.router.serve.api.decision_reply import decision_reply, find_decision, read_decision
+from kvrouter.router.serve.api.decision_reply import (
+    find_decision,
+    joined,
+    list_decisions,
+    read_decision,
+    read_decisions,
+)
 from kvrouter.router.serve.api.openapi import gives
 from kvrouter.router.serve.api.workers import respond
 
@@ -37,7 +43,7 @@ def decision_routes(watch: Watch) -> APIRouter:
 
     @router.get(
         "/decisions",
-        summary="The last decisions of the process that answers",
+        summary="The last decisions",
         operation_id="list_decisions",
         responses=gives(DecisionsReply, 400),
     )
@@ -45,9 +51,12 @@ def decision_routes(watch: Watch) -> APIRouter:
         request: Request, limit: Limit = 100, worker: Worker = None, model: Model = None, only: Only = None
     ) -> Response:
         """List the last decisions, also of a worker, of a model, or those that went wrong."""
-        decisions, searched = watch.decisions.last(limit, DecisionFilter(worker, model, only))
-        replies = [decision_reply(kept, explain=False) for kept in decisions]
-        return respond(request, DecisionsReply(replies, watch.decisions.kept, searched))
+        wanted = DecisionFilter(worker, model, only)
+        reply = list_decisions(watch.decisions, limit, wanted)
+        if watch.lists_elsewhere is not None:
+            elsewhere = await watch.lists_elsewhere(limit, wanted)
+            reply = joined([reply, *map(read_decisions, elsewhere)], limit)
+        return respond(request, reply)
 
     @router.get(
         "/decisions/{name:name}",

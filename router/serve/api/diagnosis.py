@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Annotated, Protocol
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from kvrouter.contract.diagnosis import DiagnosisReport, ExplainedCode
 from kvrouter.contract.settings import SettingsReply
@@ -15,12 +15,16 @@ from kvrouter.router.observe.findings.explanations import explained_code
 from kvrouter.router.serve.api.openapi import gives
 from kvrouter.router.serve.api.workers import respond
 
+MaxAge = Annotated[
+    float, Query(ge=0, le=3_600, description="the last report is good enough if it is not older, in seconds")
+]
+
 
 class DiagnosisPort(Protocol):
     """The diagnosis as the API sees it. `Diagnosis` of `router/app/diagnosis/diagnosis.py` implements it."""
 
-    async def report(self) -> DiagnosisReport:
-        """Look for problems now, and return the findings."""
+    async def report(self, max_age_s: float = 0.0) -> DiagnosisReport:
+        """Return the findings of a report that is not older than this; by default, look for problems now."""
         ...
 
     def settings(self) -> SettingsReply:
@@ -40,15 +44,17 @@ def diagnosis_routes(diagnosis: DiagnosisPort | None) -> APIRouter:
         "/diagnosis",
         summary="What is wrong, and how to fix it",
         operation_id="diagnosis",
-        responses=gives(DiagnosisReport),
+        responses=gives(DiagnosisReport, 400),
     )
-    async def report(request: Request) -> Response:
+    async def report(request: Request, max_age_s: MaxAge = 0.0) -> Response:
         """List the findings of `kvrouter doctor` that the router itself can see, the gravest first.
 
-        Takes up to some seconds, as it connects to every endpoint of the workers.
+        Takes up to 20 s in a large fleet, as it connects to every endpoint of the workers. With `max_age_s`, a report that
+        is not older is returned again.
         """
-        diagnosis_report = DiagnosisReport(VERSION, 0, 0, 0, []) if diagnosis is None else await diagnosis.report()
-        return respond(request, diagnosis_report)
+        if diagnosis is None:
+            return respond(request, DiagnosisReport(VERSION, 0, 0, 0, []))
+        return respond(request, await diagnosis.report(max_age_s))
 
     @router.get(
         "/diagnosis/{code:name}",

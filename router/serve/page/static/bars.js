@@ -2,44 +2,81 @@
 // What each worker's cost is made of, as bars beside the numbers.
 
 import { el } from "./dom.js";
-import { count, route, tiers } from "./words.js";
+import { count, route, tiers, tiersOf } from "./words.js";
 
+// In the order of the bar: the prompt itself first, what it costs others last.
 const PARTS = {
-  prefill: "to compute of this prompt", queued: "others' prefill before it", decode: "answers generated there",
-  delay: "later prompts that wait", room: "blocks that are pushed out of its cache",
-  copy: "less: a copy of a beginning that many prompts share",
-  junction: "less: full attention holds more there, to be resumed from next time", session: "less: the session is there",
+  prefill: "tokens of this prompt to compute", queued: "other prompts' tokens to compute before it", decode: "answers generated there",
+  room: "blocks that it pushes out of the worker's cache", delay: "what this prompt costs later ones (waiting, evicted blocks)",
+  copy: "(bonus): a copy of a beginning that many prompts share",
+  junction: "(bonus): the longest full-attention run is here, and the next request can resume from it",
+  session: "(bonus): the session is there",
 };
 // These make a worker cheaper.
 const LESS = new Set(["copy", "junction", "session"]);
+// How many workers besides the chosen one are shown at once.
+const SHOWN = 4;
 
-export const legend = () => el("ul", { class: "legend", "aria-label": "Terms of the cost, in tokens" },
-  Object.entries(PARTS).map(([name, text]) => el("li", {}, el("i", { class: name }), `${name}: ${text}`)));
+const parts = (one) => Object.keys(PARTS).map((name) => [name, one.parts[name] ?? 0]).filter(([, part]) => part !== 0);
+const added = (one) => parts(one).filter(([name, part]) => part > 0 && !LESS.has(name));
 
-const added = (one) => Object.entries(one.parts).filter(([name, part]) => part > 0 && !LESS.has(name));
+/** The terms that the candidates have, each in words. */
+function legend(candidates) {
+  const names = new Set(candidates.flatMap((one) => parts(one).map(([name]) => name)));
+  return el("ul", { class: "legend", "aria-label": "Terms of the cost, in tokens" },
+    Object.entries(PARTS).filter(([name]) => names.has(name)).map(([name, text]) =>
+      el("li", {}, el("i", { class: name }), `${name}${text[0] === "(" ? " " : ": "}${text}`)));
+}
 
-/** candidates: as /select gives them with explain, in any order; chosen: route name. */
-export function costs(candidates, chosen) {
-  const sorted = [...candidates].sort((a, b) => a.cost - b.cost);
+function reuse(one, worker) {
+  const limit = one.limited_by;
+  return el("div", { class: "small" }, tiers(one.overlap, tiersOf(worker)),
+    one.pending ? el("div", { class: "quiet", text: `${count(one.pending)} tokens of it are being computed there` }) : null,
+    limit ? el("div", { class: "quiet", text: `limited by g${limit.group_idx ?? "-"} ${limit.kind.replaceAll("_", " ")}: ${limit.why}` }) : null,
+    one.reason ? el("div", { class: "quiet", text: one.reason }) : null);
+}
+
+function row(one, chosen, most, worker) {
+  const said = parts(one).map(([name, part]) => `${LESS.has(name) ? "less " : ""}${name} ${count(part)}`).join(", ") || "nothing to do";
+  return el("tr", { class: route(one) === chosen ? "chosen" : null, "data-key": route(one) },
+    el("th", { scope: "row" }, el("strong", { text: route(one) }),
+      route(one) === chosen ? el("div", { class: "small", text: "chosen" }) : null,
+      one.saturated ? el("div", { class: "small quiet", text: "saturated" }) : null),
+    el("td", { "data-label": "Reuse" }, reuse(one, worker)),
+    el("td", { "data-label": "Cost in tokens" },
+      el("div", { class: "bar", role: "img", "aria-label": `cost ${count(one.cost)}: ${said}` },
+        added(one).map(([name, part]) =>
+          el("i", { class: name, vars: { "--part": `${(100 * part) / most}%` }, title: `${name}: ${count(part)}` }))),
+      el("div", { class: "small", text: `${count(one.cost)} = ${said}` })));
+}
+
+const table = (caption, rows) => el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
+  el("table", { class: "cards costs" }, el("caption", { text: caption }),
+    el("thead", {}, el("tr", {}, ["Worker", "Reuse", "Cost in tokens"].map((name) => el("th", { scope: "col", text: name })))),
+    el("tbody", {}, rows)));
+
+function costRange(candidates) {
+  const [low, high] = [candidates[0].cost, candidates.at(-1).cost].map(count);
+  return low === high ? `at ${low} tokens` : `at ${low} to ${high} tokens`;
+}
+
+/**
+ * candidates: as /select gives them with explain, in any order; chosen: route name; compared: how many there were.
+ * workers: those of /workers, which say what tiers there are.
+ */
+export function costs(candidates, chosen, workers, compared = candidates.length) {
+  const sorted = [...candidates].sort((a, b) => (route(b) === chosen) - (route(a) === chosen) || a.cost - b.cost);
   const most = Math.max(1, ...sorted.map((one) => added(one).reduce((sum, [, part]) => sum + part, 0)));
-  const rows = sorted.map((one) => {
-    const parts = Object.entries(one.parts).filter(([, part]) => part !== 0);
-    const said = parts.map(([name, part]) => `${LESS.has(name) ? "less " : ""}${name} ${count(part)}`).join(", ") || "nothing to do";
-    return el("tr", { class: route(one) === chosen ? "chosen" : null, "data-key": route(one) },
-      el("th", { scope: "row" }, el("strong", { text: route(one) }),
-        route(one) === chosen ? el("div", { class: "small", text: "chosen" }) : null),
-      el("td", { "data-label": "Cost in tokens" },
-        el("div", { class: "bar", role: "img", "aria-label": `cost ${count(one.cost)}: ${said}` },
-          added(one).map(([name, part]) =>
-            el("i", { class: name, vars: { "--part": `${(100 * part) / most}%` }, title: `${name}: ${count(part)}` }))),
-        el("div", { class: "small", text: `${count(one.cost)} = ${said}` })),
-      el("td", { "data-label": "Reuse" }, el("div", { class: "small" },
-        tiers(one.overlap, ", "),
-        one.limited_by ? el("div", { class: "quiet", text: `limited by g${one.limited_by.group_idx ?? "-"} ${one.limited_by.kind.replaceAll("_", " ")}: ${one.limited_by.why}` }) : null,
-        one.reason ? el("div", { class: "quiet", text: one.reason }) : null)));
-  });
-  return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Cost by worker" },
-    el("table", { class: "cards" }, el("caption", { text: "Workers compared, the lowest cost first; tokens" }),
-      el("thead", {}, el("tr", {}, ["Worker", "Cost in tokens", "Reuse"].map((name) => el("th", { scope: "col", text: name })))),
-      el("tbody", {}, rows)));
+  const known = new Map(workers.map((one) => [route(one), one]));
+  const rows = (list) => list.map((one) => row(one, chosen, most, known.get(route(one))));
+  // To fold a single one would save nothing.
+  const first = sorted.length <= SHOWN + 2 ? sorted : sorted.slice(0, SHOWN + 1);
+  const rest = sorted.slice(first.length);
+  const left = compared - candidates.length;
+  return [
+    legend(candidates), table("Workers compared, the chosen one first; the lowest cost wins", rows(first)),
+    rest.length ? el("details", { "data-key": "others" },
+      el("summary", { text: `${count(rest.length)} others ${costRange(rest)}` }), table("The other workers", rows(rest))) : null,
+    left > 0 ? el("p", { class: "quiet small", text: `${count(left)} more with higher costs were compared, and are not kept.` }) : null,
+  ];
 }

@@ -8,12 +8,12 @@ const SHOWN_MS = 2000;
 
 let copied = null;
 
-/** label: what is copied, as "the request's id". */
-export function copyButton(text, label) {
+/** label: what is copied, as "the request's id"; shown: the button's text. */
+export function copyButton(text, label, shown = "Copy") {
   const done = copied === text;
   return el("button", {
-    type: "button", class: "copy", "data-copy": text, "data-label": label,
-    "aria-label": `${done ? "Copied" : "Copy"} ${label}`, title: `Copy ${label}`, text: done ? "Copied" : "Copy",
+    type: "button", class: "copy", "data-copy": text, "data-label": label, "data-shown": shown,
+    "aria-label": done ? `Copied ${label}` : `${shown}: ${label}`, text: done ? "Copied" : shown,
   });
 }
 
@@ -66,7 +66,7 @@ async function copy(text) {
 document.addEventListener("click", async (event) => {
   const button = event.target.closest?.("[data-copy]");
   if (!button) return;
-  const { copy: text, label } = button.dataset;
+  const { copy: text, label, shown } = button.dataset;
   if (!await copy(text)) {
     offer(text, label, button);
     return;
@@ -77,7 +77,7 @@ document.addEventListener("click", async (event) => {
   status.textContent = `Copied ${label}.`;
   setTimeout(() => {
     if (copied === text) copied = null;
-    if (button.dataset.copy === text) Object.assign(button, { textContent: "Copy", ariaLabel: `Copy ${label}` });
+    if (button.dataset.copy === text) Object.assign(button, { textContent: shown, ariaLabel: `${shown}: ${label}` });
     status.textContent = "";
   }, SHOWN_MS);
 });

@@ -1,27 +1,88 @@
 // SPDX-License-Identifier: Apache-2.0
-// The last choices as they are made, and each one's reasons.
+// The last choices as they are made, filtered and paused on demand, and each one's reasons.
+// The address says what is shown: #decisions/ID?worker=NAME&only=wrong, each part of it optional.
 
 import { get } from "./api.js";
-import { costs, legend } from "./bars.js";
+import { costs } from "./bars.js";
+import { copyButton } from "./copy.js";
 import { el, pill, show, table } from "./dom.js";
-import { clock, count, percent, route, seconds } from "./words.js";
+import { clock, count, percent, route, seconds, traceUrl } from "./words.js";
 
+const POLL_MS = 2000;
+const LISTED = 50;
+// A request without an outcome that is older is not waited for: its router may have lost it.
+const OPEN_S = 600;
+const KINDS = [["", "All"], ["wrong", "Predicted wrong"], ["lost", "Lost reuse"], ["failed", "Failed"]];
+// Why a filter leaves nothing, as the end of a sentence.
+const NONE = {
+  "": "there is none", wrong: "every reported reuse is the predicted one",
+  lost: "every prompt went to the worker that reuses the most of it", failed: "no request failed",
+};
 const PROOFS = {
   exact: "exact: the worker's events leave no doubt",
   assumed: "assumed: the worker is in doubt, or only the beginning of the prompt is known",
   approximate: "approximate: by what was sent there before",
   unknown: "unknown: the prompt's tokens were not known",
 };
+// These outcomes are not failures.
+const FINE = new Set(["ok", "client_gone"]);
+const HEADING = "decision-title";
 
+let list = null;
+let loading = "";
+// The list that was read last, or is being read.
+let read = "";
+// "" while the list follows, else who paused it: the "person", or their "reading" of one decision.
+let paused = "";
+let decisionsBefore = 0;
 let explained = null;
 let problem = "";
+let scrolled = 0;
+
+/** What the address says: {id, worker, only}. */
+function place() {
+  const [path, query] = location.hash.slice(1).split("?");
+  const wanted = new URLSearchParams(query);
+  return { id: decodeURIComponent(path.split("/").slice(1).join("/")), worker: wanted.get("worker") ?? "", only: wanted.get("only") ?? "" };
+}
+
+function hashOf({ id, worker, only }) {
+  const query = new URLSearchParams(Object.entries({ worker, only }).filter(([, value]) => value));
+  return `#decisions${id ? `/${encodeURIComponent(id)}` : ""}${query.size ? `?${query}` : ""}`;
+}
+
+const goTo = (change) => { location.hash = hashOf({ ...place(), ...change }); };
+
+/** The list that the address and the header name, as the router's path. */
+function pathOf({ model }) {
+  const { worker, only } = place();
+  return `/decisions?${new URLSearchParams(Object.entries({ limit: LISTED, worker, only, model }).filter(([, value]) => value))}`;
+}
+
+/** Reads the list, unless that is under way. */
+async function refresh(app) {
+  const path = pathOf(app.state);
+  if (loading === path || !app.signal) return;
+  loading = path;
+  read = path;
+  try {
+    const reply = await get(path, app.signal);
+    if (loading === path) list = reply;
+  } catch (error) {
+    app.failed(error);
+  }
+  if (loading === path) loading = "";
+  app.changed();
+}
 
 async function explain(app, id) {
   try {
-    explained = await get(`/decisions/${encodeURIComponent(id)}`, app.signal);
+    const reply = await get(`/decisions/${encodeURIComponent(id)}`, app.signal);
+    if (place().id !== id) return;
+    explained = reply;
     problem = "";
-    requestAnimationFrame(() => document.getElementById("decision")?.scrollIntoView({ block: "nearest" }));
   } catch (error) {
+    if (error.name === "AbortError" || place().id !== id) return;
     if (error.status === 401) app.failed(error);
     explained = null;
     problem = error.message;
@@ -29,7 +90,41 @@ async function explain(app, id) {
   app.changed();
 }
 
-function outcome(one) {
+async function open(app) {
+  const { id } = place();
+  scrolled = document.documentElement.scrollTop;
+  if (list && !paused) pause("reading", app);
+  await explain(app, id);
+  // After the frame that shows it.
+  requestAnimationFrame(() => requestAnimationFrame(() => {
+    const title = document.getElementById(HEADING);
+    if (!title) return;
+    title.closest(".pane").scrollTop = 0;
+    // In a narrow window it stands in place of the list.
+    if (document.getElementById("decisions-list").checkVisibility()) return;
+    title.scrollIntoView({ block: "start" });
+    title.focus({ preventScroll: true });
+  }));
+}
+
+function pause(who, app) {
+  paused = who;
+  decisionsBefore = made(app.state.log);
+  app.changed();
+}
+
+function resume(app) {
+  paused = "";
+  refresh(app);
+  app.changed();
+}
+
+/** How many decisions the stream has told of, listed or not. */
+const made = (log) => (log.counts.get("decision") ?? 0) + log.skipped;
+
+const quoted = (text) => (/^[\w.:@-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
+
+function outcomeText(one) {
   if (!one) return "not known: the request runs, or it was a choice alone";
   const parts = [one.outcome.replaceAll("_", " ")];
   if (one.delivered_tokens !== null) {
@@ -41,72 +136,159 @@ function outcome(one) {
   return parts.join("; ");
 }
 
-function detail(one) {
+const copied = (text, label) => el("span", { class: "copied" }, el("code", { text }), copyButton(text, label));
+
+function detail(one, { workers, links }) {
   const worker = route(one);
+  const id = one.request_id || one.selection_id;
+  const trace = traceUrl(links.trace_url, one);
   const facts = [
-    ["Request", one.request_id || "none"], ["Selection", one.selection_id], ["Prompt", `${count(one.num_tokens)} tokens`],
-    ["Why", one.reason], ["Proof", PROOFS[one.proof] ?? one.proof], ["Outcome", outcome(one.outcome)],
+    ["Request", one.request_id ? copied(one.request_id, "the request's id") : "none"],
+    ["Selection", copied(one.selection_id, "the selection's id")],
+    ["Prompt", `${count(one.num_tokens)} tokens, ${count(one.overlap.longest_matched)} of them reused (${percent(one.overlap.longest_matched, one.num_tokens)})`],
+    ["Why", one.reason], ["Proof", PROOFS[one.proof] ?? one.proof], ["Outcome", outcomeText(one.outcome)],
   ];
   if (one.lost_by) facts.push(["Given up", `${count(one.best_hit_tokens - one.overlap.longest_matched)} tokens that another worker holds, by ${one.lost_by}`]);
   if (one.prefill) facts.push(["Prefill", `${route(one.prefill)}: ${one.prefill.reason}`]);
   if (one.earlier) facts.push(["Attempts before", one.earlier.join(", ")]);
+  facts.push(["In a terminal", copied(`kvrouter explain --url ${location.origin} --request ${quoted(id)}`, "the command")]);
   return [
-    el("h3", { text: `To ${worker}, ${clock(one.time_s)}` }),
-    el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "The decision" },
-      el("table", { class: "cards" }, el("tbody", {}, facts.map(([name, text]) =>
-        el("tr", {}, el("th", { scope: "row", text: name }), el("td", { text })))))),
-    legend(), costs(one.candidates ?? [], worker),
+    el("h3", { id: HEADING, tabindex: -1, text: `To ${worker}, ${clock(one.time_s)}` }),
+    el("p", { class: "actions" }, el("a", { class: "back", href: hashOf({ ...place(), id: "" }), text: "Back to the list" }),
+      copyButton(location.origin + location.pathname + hashOf({ id, worker: "", only: "" }), "to this decision", "Copy link"),
+      trace ? el("a", { href: trace, rel: "noreferrer", text: "Trace" }) : null),
+    el("dl", { class: "facts" }, facts.map(([name, text]) => [el("dt", { text: name }), el("dd", {}, text)])),
+    el("div", { "data-key": one.selection_id }, costs(one.candidates ?? [], worker, workers, one.compared)),
   ];
 }
 
-function update({ state }) {
-  const rows = state.decisions.slice(0, 50);
-  show(document.getElementById("decisions-list"), table({
-    caption: "The last 50, the newest first",
-    cards: true,
-    columns: [{ name: "Time" }, { name: "Worker" }, { name: "Prompt", number: true }, { name: "Reuse", number: true }, { name: "Why" }],
-    keys: rows.map((one) => one.selection_id),
-    classes: rows.map((one) => (one.selection_id === explained?.selection_id ? "chosen" : null)),
-    rows: rows.map((one) => {
-      const predicted = one.predicted_tokens ?? one.overlap.longest_matched;
-      return [
-        el("button", { class: "plain time", type: "button", "data-id": one.selection_id, "aria-label": `Explain the choice of ${clock(one.time_s)}`, text: clock(one.time_s) }),
-        route(one), count(one.num_tokens), percent(predicted, one.num_tokens), one.reason,
-      ];
-    }),
-    empty: "No request was placed yet. Send one to /v1/chat/completions, or ask /select.",
-  }));
-  const skipped = state.log.skipped;
-  show(document.getElementById("decisions-skipped"), skipped ? pill(`${count(skipped)} more not shown: a sample is sent`, "warn") : null);
-  const pane = document.getElementById("decision");
-  if (problem) show(pane, el("p", { class: "notice", text: problem }));
-  else if (explained) show(pane, ...detail(explained));
-  else show(pane, el("p", { class: "quiet", text: "Choose one to see why it went there." }));
+function outcomeCell(one) {
+  if (!one) return el("span", { class: "quiet", text: "–" });
+  const text = one.outcome.replaceAll("_", " ");
+  return FINE.has(one.outcome) ? el("span", { class: "quiet", text }) : pill(text, "bad");
 }
 
-const named = () => decodeURIComponent(location.hash.split("/").slice(1).join("/"));
+function deliveredCell({ delivered_tokens: delivered, predicted_tokens: predicted } = {}) {
+  if (delivered === null || delivered === undefined) return el("span", { class: "quiet", text: "–" });
+  if (predicted === null || delivered === predicted) return count(delivered);
+  const more = delivered > predicted;
+  return [count(delivered), " ", pill(`${more ? "+" : "−"}${count(Math.abs(delivered - predicted))}`, more ? "" : "warn")];
+}
+
+function rows(shown, openId) {
+  const here = place();
+  return table({
+    caption: shown.length < LISTED ? `${count(shown.length)} decisions, the newest first` : `The last ${LISTED}, the newest first`,
+    cards: true,
+    columns: [{ name: "Time" }, { name: "Worker" }, ...["Prompt", "Predicted", "Delivered", "First token"].map((name) => ({ name, number: true })), { name: "Outcome" }, { name: "Why" }],
+    keys: shown.map((one) => one.selection_id),
+    classes: shown.map((one) => (one.selection_id === openId ? "chosen" : null)),
+    rows: shown.map((one) => {
+      const predicted = one.outcome?.predicted_tokens ?? one.overlap.longest_matched;
+      return [
+        el("a", { class: "time", href: hashOf({ ...here, id: one.selection_id }), "data-row": one.selection_id,
+          "aria-current": one.selection_id === openId ? "true" : null, "aria-label": `Explain the choice of ${clock(one.time_s)}`, text: clock(one.time_s) }),
+        route(one), count(one.num_tokens), [count(predicted), el("span", { class: "small quiet", text: ` ${percent(predicted, one.num_tokens)}` })],
+        deliveredCell(one.outcome ?? {}), seconds(one.outcome?.ttft_s), outcomeCell(one.outcome), one.reason,
+      ];
+    }),
+  });
+}
+
+function shownList(openId) {
+  if (!list) return el("p", { class: "quiet", text: "Loading…" });
+  if (list.decisions.length) return rows(list.decisions, openId);
+  const { only, worker } = place();
+  if (!list.kept) return el("p", { class: "quiet", text: "No request was placed yet. Send one to /v1/chat/completions, or ask /select." });
+  const looked = `the last ${count(list.searched)} decisions`;
+  return el("p", { class: "quiet", text: `${worker ? `Among those of ${looked} that chose ${worker},` : `In ${looked},`} ${NONE[only] ?? NONE[""]}.` });
+}
+
+function update(app) {
+  const { state } = app;
+  const { id, worker, only } = place();
+  // Also while the list is paused: another one is wanted.
+  if (read !== pathOf(state)) refresh(app);
+  const newer = paused ? made(state.log) - decisionsBefore : 0;
+  show(document.getElementById("decisions-paused"), paused ? `Paused${newer ? `, ${count(newer)} newer` : ""}.` : "");
+  document.getElementById("decisions-pause").textContent = paused ? "Resume" : "Pause";
+  const form = document.getElementById("decisions-filters");
+  // What is being written stays.
+  if (document.activeElement !== form.elements.worker) form.elements.worker.value = worker;
+  form.elements.only.value = only;
+  show(document.getElementById("decisions-workers"), [...new Set(state.workers.map(route))].map((name) => el("option", { value: name })));
+  document.getElementById("decisions-split").className = id ? "split open" : "split";
+  show(document.getElementById("decisions-list"), shownList(explained?.selection_id));
+  const pane = document.getElementById("decision");
+  if (!id) show(pane);
+  else if (problem) show(pane, el("p", { class: "actions" }, el("a", { class: "back", href: hashOf({ ...place(), id: "" }), text: "Back to the list" })), el("p", { class: "notice", text: problem }));
+  else if (explained) show(pane, ...detail(explained, state));
+  else show(pane, el("p", { class: "quiet", text: "Loading…" }));
+}
+
+function tools(app) {
+  return [
+    el("form", { class: "fields", id: "decisions-filters", on: {
+      submit: (event) => event.preventDefault(),
+      change: ({ target }) => goTo({ [target.name]: target.value.trim() }),
+    } },
+    el("label", {}, el("span", { text: "Worker" }), el("input", { name: "worker", type: "search", list: "decisions-workers", autocomplete: "off", placeholder: "all" }), el("datalist", { id: "decisions-workers" })),
+    el("label", {}, el("span", { text: "Show" }), el("select", { name: "only" }, KINDS.map(([value, text]) => el("option", { value, text })))),
+    el("div", {}, el("button", { type: "button", class: "second", id: "decisions-pause", text: "Pause", on: { click: () => (paused ? resume(app) : pause("person", app)) } }),
+      " ", el("span", { id: "decisions-paused", class: "quiet", role: "status" }))),
+    el("form", { class: "fields", role: "search", on: { submit: (event) => {
+      event.preventDefault();
+      goTo({ id: event.target.elements.id.value.trim() });
+    } } },
+    el("label", {}, el("span", { text: "x-request-id or selection id" }), el("input", { name: "id", required: true, autocomplete: "off" })),
+    el("div", {}, el("button", { type: "submit", class: "second", text: "Explain" }))),
+  ];
+}
+
+/** A click anywhere in a row opens it, unless it selects text or is meant for something else. */
+function clicked(event) {
+  if (event.target.closest("a, button") || !getSelection().isCollapsed) return;
+  const link = event.target.closest("tbody tr")?.querySelector("a");
+  if (link) location.hash = link.hash;
+}
 
 export const decisions = {
   id: "decisions",
   title: "Decisions",
   mount(root, app) {
-    root.append(el("h2", { text: "Decisions" }),
-      el("form", { class: "fields", role: "search", on: { submit: (event) => {
-        event.preventDefault();
-        location.hash = `decisions/${encodeURIComponent(event.target.elements.id.value.trim())}`;
-      } } },
-      el("label", {}, el("span", { text: "x-request-id or selection id" }), el("input", { name: "id", required: true, autocomplete: "off" })),
-      el("div", {}, el("button", { type: "submit", text: "Explain" }))),
-      el("div", { class: "columns" },
-        el("section", { class: "panel", "aria-label": "Last decisions" }, el("div", { id: "decisions-skipped" }), el("div", { id: "decisions-list", class: "log", on: { click: (event) => {
-          const { id } = event.target.dataset;
-          if (id) location.hash = `decisions/${encodeURIComponent(id)}`;
-        } } })),
-        el("section", { class: "panel", "aria-label": "Why" }, el("div", { id: "decision", "aria-live": "polite" }))));
+    root.append(el("h2", { text: "Decisions" }), el("div", { class: "tools" }, tools(app)),
+      el("div", { id: "decisions-split", class: "split" },
+        el("section", { class: "panel list", "aria-label": "Last decisions" }, el("div", { id: "decisions-list", on: { click: clicked } })),
+        el("section", { class: "panel pane", "aria-label": "Why" }, el("div", { id: "decision" }))));
+    this.timer = setInterval(() => {
+      if (document.hidden) return;
+      if (!paused) refresh(app);
+      if (explained && !explained.outcome && Date.now() / 1000 - explained.time_s < OPEN_S) explain(app, place().id);
+    }, POLL_MS);
+    list = null;
+    read = "";
     this.moved(app);
   },
   moved(app) {
-    if (named()) explain(app, named());
+    const { id } = place();
+    const wasOpen = explained || problem;
+    problem = "";
+    if (!id) {
+      explained = null;
+      if (paused === "reading") resume(app);
+      if (wasOpen) requestAnimationFrame(() => requestAnimationFrame(() => scrollTo(0, scrolled)));
+    } else if (explained?.selection_id !== id && explained?.request_id !== id) {
+      open(app);
+    }
+    if (!paused) refresh(app);
+  },
+  unmount() {
+    clearInterval(this.timer);
+    paused = "";
+    explained = null;
+  },
+  close() {
+    if (place().id) goTo({ id: "" });
   },
   update,
 };

@@ -79,10 +79,11 @@ function update({ state }) {
       count(one.recovery.missed_batches), count(one.recovery.replays), count(one.recovery.snapshots), count(one.recovery.relearned)]),
     empty: "No worker is registered.",
   }));
-  show(document.getElementById("events-counts"), [...log.counts].sort().map(([type, number]) => [pill(`${type} ${count(number)}`, ""), " "]));
+  show(document.getElementById("events-counts"), [...log.counts].sort().map(([type, number]) => [pill(`${type} ${count(number)}`, ""), " "]),
+    log.skipped ? el("span", { class: "quiet" }, `${count(log.skipped)} more decisions are not listed here; `, el("a", { href: "#decisions", text: "Decisions" }), " has all of them.") : null);
   const rows = (paused ?? log.last).filter((event) => shown.has(event.type)).slice(0, 100);
   show(document.getElementById("events-log"), table({
-    caption: paused ? "The last 100, held" : "The last 100, the newest first",
+    caption: paused ? "The last 100, paused" : "The last 100, the newest first",
     columns: [{ name: "Time" }, { name: "Event" }, { name: "Worker" }, { name: "What" }],
     rows: rows.map((event) => [clock(event.time_s), event.type, event.worker_id === undefined ? "–" : route(event), words(event)]),
     empty: log.connected ? "Nothing happens: an idle engine sends no events." : "Not connected.",
@@ -104,9 +105,9 @@ export const eventsView = {
           app.changed();
         } } }, el("legend", { class: "small quiet", text: "Show" }), TYPES.map((type) =>
           el("label", {}, el("input", { type: "checkbox", value: type, checked: shown.has(type) }), ` ${type}`))),
-        el("p", {}, el("button", { type: "button", class: "second", text: paused ? "Go on" : "Hold", on: { click: (event) => {
+        el("p", {}, el("button", { type: "button", class: "second", text: paused ? "Resume" : "Pause", on: { click: (event) => {
           paused = paused ? null : [...app.state.log.last];
-          event.target.textContent = paused ? "Go on" : "Hold";
+          event.target.textContent = paused ? "Resume" : "Pause";
           app.changed();
         } } })),
         el("p", { id: "events-counts", class: "small" }), el("div", { id: "events-log", class: "log" })));

@@ -3,6 +3,7 @@
 
 import { ApiError, events, get, getText, keepKey, key, samples } from "./api.js";
 import { decisions } from "./decisions.js";
+import { DOCTOR_MS, doctor, examine } from "./doctor.js";
 import { el, show } from "./dom.js";
 import { EventLog, eventsView } from "./events.js";
 import { fleet } from "./fleet.js";
@@ -14,7 +15,7 @@ import { prompt } from "./prompt.js";
 import { REUSE_METRICS, reuse } from "./reuse.js";
 import { store } from "./store.js";
 
-const VIEWS = [overview, fleet, reuse, decisions, prompt, eventsView, store];
+const VIEWS = [overview, fleet, reuse, decisions, prompt, eventsView, doctor, store];
 const MODEL = "kvrouter-model";
 const METRICS = [...new Set([...REUSE_METRICS, ...HISTORY_METRICS])];
 const POLL_MS = 2000;
@@ -25,11 +26,12 @@ const SAVINGS_MS = 60_000;
 // An answer of a large fleet takes long to make: never more than a tenth of the time is spent on it.
 const REST = 9;
 const RETRY_MS = 2000;
-const MAX_DECISIONS = 200;
 
 const state = {
   workers: [], loads: [], health: null, version: "", links: {}, metrics: null, history: new History(), log: new EventLog(),
-  decisions: [], explained: null, store: null, findings: null, savings: null,
+  store: null, savings: null,
+  // The findings of the doctor's last report, and that report.
+  findings: null, diagnosis: null,
   // The model that views show; empty: all of them.
   model: sessionStorage.getItem(MODEL) ?? "",
 };
@@ -139,15 +141,10 @@ async function lookAtStore(signal) {
 async function follow(signal) {
   while (!signal.aborted) {
     try {
-      state.decisions = (await get("/decisions?limit=100", signal)).decisions;
       const heard = (event) => {
         lastId = event.id ?? lastId;
         state.log.connected = true;
         state.log.add(event);
-        if (event.type === "decision") {
-          const known = new Set([event.data.selection_id]);
-          state.decisions = [event.data, ...state.decisions.filter((one) => !known.has(one.selection_id))].slice(0, MAX_DECISIONS);
-        }
         app.changed();
       };
       const stream = events("/events", lastId, heard, signal);
@@ -173,6 +170,7 @@ function start() {
   every(HISTORY_MS, lookAtHistory, signal);
   every(SAVINGS_MS, lookAtSavings, signal);
   every(POLL_MS, lookAtStore, signal);
+  every(DOCTOR_MS, (stopped) => examine(app, stopped), signal);
   follow(signal);
   // Rates fall to zero also when nothing happens.
   every(1000, async () => state.log.tick(Date.now() / 1000), signal);

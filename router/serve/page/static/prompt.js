@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the blocks of one prompt lie: block by block, group by group, worker by worker.
+// Where one prompt is cached: block by block, group by group, worker by worker.
 
-import { post } from "./api.js";
-import { costs, legend } from "./bars.js";
+import { key, post } from "./api.js";
+import { costs } from "./bars.js";
+import { copyButton } from "./copy.js";
 import { el, pill, show } from "./dom.js";
-import { blocks, count, group, percent, tiers, tone } from "./words.js";
+import { blocks, count, group, percent, route, tiers, tiersOf, tone } from "./words.js";
 
 const EXAMPLES = { text: "Once upon a time", chat: '[{"role": "user", "content": "Hello"}]', tokens: "2, 105, 2364, 107" };
 
@@ -33,6 +34,12 @@ function chat(text) {
   return body;
 }
 
+/** A command that asks /select the same. The body is read from a here-document, as an argument has a limit and quotes. */
+function curlOf(body) {
+  const header = key() ? ' -H "authorization: Bearer $KVROUTER_API_KEY"' : "";
+  return `curl -s ${location.origin}/select -H 'content-type: application/json'${header} -d @- <<'EOF'\n${JSON.stringify(body)}\nEOF`;
+}
+
 async function ask(app, form) {
   const { model, kind, text, lora_name, cache_salt } = Object.fromEntries(new FormData(form));
   busy = true;
@@ -44,18 +51,20 @@ async function ask(app, form) {
     if (lora_name) more.lora_name = lora_name;
     if (cache_salt) more.cache_salt = cache_salt;
     let token_ids;
+    let given;
     if (kind === "tokens") {
       token_ids = tokens(text);
+      given = { token_ids };
     } else {
       // The engine's own tokens, as its answer to the prompt would begin with.
-      const body = kind === "text" ? { prompt: text } : chat(text);
-      token_ids = (await post("/tokenize", { ...body, model: lora_name || model }, app.signal)).tokens;
+      given = kind === "text" ? { prompt: text } : chat(text);
+      token_ids = (await post("/tokenize", { ...given, model: lora_name || model }, app.signal)).tokens;
     }
     const [query, choice] = await Promise.all([
       post("/query", { model, token_ids, explain: true, held: true, ...more }, app.signal),
       post("/select", { model, token_ids, explain: true, dry_run: true, ...more }, app.signal).catch((error) => ({ problem: error.message })),
     ]);
-    answer = { token_ids, query, choice };
+    answer = { token_ids, query, choice, curl: curlOf({ ...given, model, explain: true, dry_run: true, ...more }) };
     problem = "";
   } catch (error) {
     if (error.status === 401) app.failed(error);
@@ -93,10 +102,10 @@ function worker(name, instance, length, state) {
   return el("section", { class: "panel", "data-key": name, "data-worker": name, "aria-label": `Worker ${name}` },
     el("h3", {}, name, " ", pill(instance.state.replaceAll("_", " "), tone(instance.state))),
     el("p", {}, `Reuses ${count(instance.longest_matched)} of ${count(length)} tokens (${percent(instance.longest_matched, length)}): `,
-      `${tiers(instance, ", with ")}.`),
+      `${tiers(instance, tiersOf(known))}.`),
     instance.limited_by ? el("p", { class: "quiet" }, `Limited by ${group(instance.limited_by.group_idx)} ${instance.limited_by.kind.replaceAll("_", " ")}: ${instance.limited_by.why}.`) : null,
     instance.reason ? el("p", { class: "quiet", text: instance.reason }) : null,
-    !held.some((one) => one.runs.length) ? el("p", { class: "quiet", text: "Holds no block of it." }) : el("div", { class: "lanes" },
+    !held.some((one) => one.runs.length) ? el("p", { class: "quiet", text: "It holds no block of this prompt." }) : el("div", { class: "lanes" },
       el("strong", { text: "reused" }),
       el("div", { class: "strip", role: "img", "aria-label": `reused: ${instance.longest_matched} of ${length} tokens`, "data-reused": instance.longest_matched },
         el("i", { vars: { "--first": "0%", "--part": `${(100 * instance.longest_matched) / length}%` } })),
@@ -115,15 +124,16 @@ function update({ state }) {
     show(pane);
     return;
   }
-  const { query, choice, token_ids } = answer;
+  const { query, choice, token_ids, curl } = answer;
   const length = token_ids.length;
   const names = Object.keys(query.instances).sort((a, b) =>
     query.instances[b].longest_matched - query.instances[a].longest_matched || a.localeCompare(b));
   show(pane,
     el("section", { class: "panel", "aria-label": "Choice" },
       el("h3", { text: choice.problem ? "No worker would get it" : `It would go to ${choice.worker_id}` }),
-      el("p", { text: choice.problem ?? choice.reason }), choice.candidates ? [legend(), costs(choice.candidates, choice.dp_rank ? `${choice.worker_id}@${choice.dp_rank}` : choice.worker_id)] : null),
-    el("p", { class: "quiet", text: `${count(length)} tokens. A strip is the prompt from its first token to its last; coloured is what a group holds on a medium, and a mark shows how far that group alone would let the hit reach. A group with a window needs only the end of it.` }),
+      el("p", { text: choice.problem ?? choice.reason }), choice.candidates ? costs(choice.candidates, route(choice), state.workers) : null,
+      el("details", {}, el("summary", { text: "The same from a terminal" }), el("div", { class: "command" }, el("code", { text: curl }), copyButton(curl, "the command")))),
+    el("p", { class: "quiet", text: `${count(length)} tokens. Each bar is the whole prompt. The coloured part is cached in that group; the mark is the longest hit that this group alone would allow. A group with a window needs only the end of it.` }),
     names.map((name) => worker(name, query.instances[name], length, state)));
 }
 
@@ -147,7 +157,7 @@ export const prompt = {
     el("fieldset", {}, el("legend", { class: "small quiet", text: "The prompt is" }), [["text", "text"], ["chat", "chat messages, in JSON"], ["tokens", "token ids"]].map(([value, text], i) =>
       el("label", {}, el("input", { type: "radio", name: "kind", value, checked: i === 0 }), ` ${text}`))),
     el("label", {}, el("span", { text: "Prompt" }), el("textarea", { name: "text", required: true, spellcheck: "false", placeholder: EXAMPLES.text })),
-    el("button", { type: "submit", text: "Where does it lie?" }), el("span", { class: "quiet small", text: " Nothing is sent to be answered, and nothing is reserved." }));
+    el("button", { type: "submit", text: "Show where it is cached" }), el("span", { class: "quiet small", text: " Nothing is sent to an engine." }));
     root.append(el("h2", { text: "Prompt" }), form, el("div", { id: "prompt-problem", role: "alert" }), el("div", { id: "prompt-answer", "aria-live": "polite" }));
   },
   update,

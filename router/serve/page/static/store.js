@@ -1,46 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
-// Redis, the routers on it, who follows whom, and what the doctor finds.
+// Redis, the routers on it, and who follows whom.
 
-import { get } from "./api.js";
-import { el, pill, show, table, tiles } from "./dom.js";
+import { el, show, table, tiles } from "./dom.js";
 import { bytes, count, percent, route } from "./words.js";
 
-const SEVERITIES = { error: "bad", warning: "warn", note: "" };
-let looking = false;
+// How many names stand in a cell before they are folded, and how many are listed at all.
+const SHOWN = 6;
+const LISTED = 200;
 
-async function look(app) {
-  looking = true;
-  app.changed();
-  try {
-    app.state.findings = await get("/diagnosis", app.signal);
-  } catch (error) {
-    app.failed(error);
-  }
-  looking = false;
-  app.changed();
+/** Names of workers, folded where they are many. */
+function names(list) {
+  if (!list.length) return "none";
+  const texts = list.slice(0, LISTED).map((one) => `${route(one)}${one.is_late ? " (late)" : ""}`);
+  const left = list.length - texts.length;
+  const text = `${texts.join(", ")}${left ? `, and ${count(left)} more` : ""}`;
+  if (list.length <= SHOWN) return text;
+  return el("details", {}, el("summary", { text: `${count(list.length)} workers` }), text);
 }
 
-function findings(report) {
-  if (!report) return el("p", { class: "quiet", text: looking ? "Looking at every endpoint…" : "Not run yet." });
-  if (!report.findings.length) return el("p", { text: `Nothing found by ${count(report.checks)} checks.` });
-  return el("ol", { class: "findings" }, report.findings.map((one) => el("li", { "data-key": `${one.code}/${one.subject}` },
-    pill(one.severity, SEVERITIES[one.severity] ?? ""), " ", el("code", { text: one.code }), " ", el("strong", { text: one.subject }),
-    el("div", { text: one.problem }), el("div", { class: "small quiet", text: one.evidence }),
-    el("div", { class: "code", text: one.fix.replaceAll("ROUTER", location.origin) }))));
-}
-
-function follows(list) {
-  const shown = list.slice(0, 200).map((one) => `${route(one)} (${one.model})${one.is_late ? ", late" : ""}`);
-  return `${shown.join("; ")}${list.length > 200 ? `; and ${count(list.length - 200)} more` : ""}` || "none";
-}
-
-function update({ state }) {
-  const { store, findings: report } = state;
+function update({ state: { store } }) {
   if (store) {
     show(document.getElementById("store-now"),
       store.problem ? el("p", { class: "notice", text: store.problem }) : null,
       tiles([["Store", store.is_private ? "its own Valkey" : "shared Redis"], ["Servers", count(store.servers.length)],
-        ["Routers", count(store.routers.length)], ["Workers nobody follows", count(store.unfollowed.length)]]),
+        ["Routers", count(store.routers.length)], ["Unassigned workers", count(store.unfollowed.length)]]),
       el("section", { class: "panel" }, table({
         caption: "Servers of the store", cards: true,
         columns: [{ name: "Address" }, { name: "Memory" }, { name: "Eviction" }, { name: "Persistence" }, { name: "Failing" }],
@@ -52,24 +35,20 @@ function update({ state }) {
       })),
       el("section", { class: "panel" }, table({
         caption: "Routers, and the workers whose leases they hold", cards: true,
-        columns: [{ name: "Router" }, { name: "Version" }, { name: "Leases", number: true }, { name: "Follows" }, { name: "Will not follow", number: true }],
+        columns: [{ name: "Router" }, { name: "Version" }, { name: "Leases", number: true }, { name: "Follows" }, { name: "Refuses", number: true }],
         keys: store.routers.map((one) => one.token),
         rows: store.routers.map((one) => [el("span", {}, el("code", { text: one.token }), one.is_this ? " (this one)" : ""), one.version,
-          count(one.follows.length), follows(one.follows), count(one.refuses)]),
+          count(one.follows.length), names(one.follows), count(one.refuses)]),
         empty: "No router has said that it lives.",
-      }), store.unfollowed.length ? el("p", { class: "notice warning", text: `Nobody follows: ${follows(store.unfollowed)}` }) : null));
+      }), store.unfollowed.length ? el("div", { class: "notice warning" }, "No router follows these workers, so their blocks earn no credit: ", names(store.unfollowed)) : null));
   }
-  show(document.getElementById("store-findings"), findings(looking ? null : report));
 }
 
 export const store = {
   id: "store",
   title: "Store",
-  mount(root, app) {
-    root.append(el("h2", { text: "Store" }), el("div", { id: "store-now" }),
-      el("section", { class: "panel" }, el("h3", { text: "Doctor" }),
-        el("p", {}, el("button", { type: "button", text: "Look for what is wrong", on: { click: () => look(app) } })),
-        el("div", { id: "store-findings", "aria-live": "polite" })));
+  mount(root) {
+    root.append(el("h2", { text: "Store" }), el("div", { id: "store-now" }));
   },
   update,
 };

@@ -63,11 +63,23 @@ export function traceUrl(template, parts) {
 export const route = (one) => (one.dp_rank ? `${one.worker_id}@${one.dp_rank}` : one.worker_id);
 export const group = (idx) => (idx === null || idx === undefined ? "g-" : `g${idx}`);
 
-const NAMES = { gpu: "GPU", cpu: "CPU" };
-/** The tokens of a hit by tier, the nearest first: its numbers other than longest_matched. */
-export const tiers = (hit, separator) => Object.entries(hit)
-  .filter(([name, tokens]) => typeof tokens === "number" && name !== "longest_matched")
-  .map(([name, tokens]) => `${NAMES[name] ?? name} ${count(tokens)}`).join(separator);
+const NAMES = { cpu: "CPU" };
+const MEDIA = { STORAGE: "disk" };
+/** The tiers behind the GPU in which a worker holds blocks or has held some. */
+export const tiersOf = (worker) => new Set(Object.keys(worker?.residency ?? {}).map((place) => {
+  const medium = place.split(":")[1];
+  return MEDIA[medium] ?? medium.toLowerCase();
+}));
+
+/** The tokens of a hit by tier, the nearest first, as "688 on the GPU, +64 CPU". has: tiers that are named with 0 too. */
+export function tiers(hit, has) {
+  const known = Object.entries(hit).filter(([name, tokens]) => typeof tokens === "number" && name !== "longest_matched");
+  return known.map(([name, tokens], i) => {
+    if (i === 0) return `${count(tokens)} on the ${name.toUpperCase()}`;
+    const more = tokens - known[i - 1][1];
+    return more || has.has(name) ? `+${count(more)} ${NAMES[name] ?? name}` : null;
+  }).filter(Boolean).join(", ");
+}
 
 const TONES = { live: "good", down: "bad", unhashable: "bad", mismatched: "bad" };
 export const tone = (state) => TONES[state] ?? "warn";

@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+// What is wrong with the fleet: the findings, by severity and code, and how to fix them.
+
+import { get } from "./api.js";
+import { copyButton } from "./copy.js";
+import { el, pill, show } from "./dom.js";
+import { count, route, seconds } from "./words.js";
+
+// A report connects to every endpoint of the fleet. The router makes one in this time, for all pages that ask.
+export const DOCTOR_MS = 60_000;
+// [title of one, title of several, tone], the gravest first.
+const SEVERITIES = { error: ["error", "errors", "bad"], warning: ["warning", "warnings", "warn"], note: ["note", "notes", ""] };
+// How many subjects of one code are shown, and how many may be unfolded.
+const SHOWN = 5;
+const UNFOLDED = 200;
+
+let running = false;
+// By code: what it means, or the reason why that is not known.
+const meanings = new Map();
+
+/** Reads the findings; the answer may be as old as `max_age_ms`. */
+export async function examine(app, signal, max_age_ms = DOCTOR_MS) {
+  const report = await get(`/diagnosis?max_age_s=${max_age_ms / 1000}`, signal);
+  Object.assign(app.state, { findings: report.findings, diagnosis: report, examined_ms: Date.now() - 1000 * report.age_s });
+}
+
+async function run(app) {
+  if (running) return;
+  running = true;
+  app.changed();
+  try {
+    await examine(app, app.signal, 0);
+  } catch (error) {
+    app.failed(error);
+  }
+  running = false;
+  app.changed();
+}
+
+async function explain(app, code) {
+  if (meanings.get(code)?.cause) return;
+  try {
+    meanings.set(code, await get(`/diagnosis/${code}`, app.signal));
+  } catch (error) {
+    if (error.name === "AbortError") return;
+    meanings.set(code, { problem: error.message });
+  }
+  app.changed();
+}
+
+/** The names of the workers that a finding is about. */
+export function workersOf({ subject }) {
+  const match = /^(workers?) (.+?)(?: \(rank (\d+)\) of .*)?$/.exec(subject);
+  if (!match) return [];
+  const [, noun, names, rank] = match;
+  if (noun === "workers") return names.split(" and ");
+  return [Number(rank) ? `${names}@${rank}` : names];
+}
+
+/** Whether a finding is about this model, or about all of them. */
+function isOf(model, finding, workers) {
+  if (!model) return true;
+  if (finding.subject.startsWith("model ")) return finding.subject === `model ${model}` || finding.subject.startsWith(`model ${model} `);
+  const names = workersOf(finding);
+  const about = workers.filter((one) => names.includes(route(one)) || names.includes(one.worker_id));
+  return !about.length || about.some((one) => one.model === model);
+}
+
+/** Text with `code` in it. */
+const coded = (text) => text.split("`").map((part, i) => (i % 2 ? el("code", { text: part }) : part));
+
+// Quoted arguments of a command, as Python's shlex.quote writes them: what is in them ends no step. An apostrophe follows a letter.
+const QUOTED = /"'"|(?<!\w)'[^']*'/;
+const COMMAND = /^(?:curl|kvrouter|nc|ls|openssl|redis-cli|valkey-cli|timedatectl|vllm|sglang|python3?) /;
+const PIECE = new RegExp(`(?:${QUOTED.source}|[^])*?(?:; |: |, | \\(|$)`, "gy");
+
+/** The parts of a fix in their order: {prose} and {command}. A command ends where its sentence goes on. */
+export function partsOf(text) {
+  const parts = [];
+  for (const [piece] of text.matchAll(PIECE)) {
+    if (!piece) break;
+    const [, said, mark] = /^([^]*?)(; |: |, | \(|)$/.exec(piece);
+    if (COMMAND.test(said)) parts.push({ command: said }, { prose: mark });
+    else parts.push({ prose: piece });
+  }
+  return parts;
+}
+
+/** A fix with a button to copy each command in it. */
+function fix(text) {
+  const shown = [];
+  let prose = "";
+  const flush = () => {
+    const left = prose.replace(/^[;,:] /, "").trim();
+    if (left) shown.push(el("p", { text: left }));
+    prose = "";
+  };
+  for (const part of partsOf(text.replaceAll("ROUTER", location.origin))) {
+    if (part.prose !== undefined) {
+      prose += part.prose;
+      continue;
+    }
+    flush();
+    shown.push(el("div", { class: "command" }, el("code", { text: part.command }), copyButton(part.command, "the command")));
+  }
+  flush();
+  return el("div", { class: "fix" }, shown);
+}
+
+function subject(finding) {
+  const [name, ...others] = workersOf(finding);
+  if (!name || others.length) return el("strong", { text: finding.subject });
+  return el("a", { href: `#fleet/${encodeURIComponent(name)}`, "data-row": name, text: finding.subject });
+}
+
+const subjects = (list, hasOneFix) => el("ul", {}, list.map((one) => el("li", { "data-key": `${one.subject}/${one.evidence}` },
+  subject(one), " ", el("span", { class: "quiet", text: one.evidence }),
+  hasOneFix ? null : el("details", { "data-key": "fix" }, el("summary", { text: "How to fix it" }), fix(one.fix)))));
+
+function meaning(code) {
+  const known = meanings.get(code);
+  if (!known) return el("p", { class: "quiet", text: "Loading…" });
+  if (!known.cause) return el("p", { class: "quiet", text: `The router gives no explanation: ${known.problem}` });
+  return [el("p", {}, coded(known.cause)), el("p", {}, el("strong", { text: "Remedy: " }), coded(known.remedy))];
+}
+
+/** One code with everything that it was found at. */
+function card(code, list, tone) {
+  const hasOneFix = list.every((one) => one.fix === list[0].fix);
+  const first = list.length <= SHOWN + 1 ? list : list.slice(0, SHOWN);
+  const rest = list.slice(first.length, UNFOLDED);
+  const left = list.length - first.length - rest.length;
+  return el("article", { class: `panel finding ${tone}`, "data-key": code, "data-code": code, "aria-label": `${code}: ${list[0].problem}` },
+    el("h4", {}, el("code", { text: code }), ` ${list[0].problem[0].toUpperCase()}${list[0].problem.slice(1)}`,
+      list.length > 1 ? el("span", { class: "quiet", text: ` ${count(list.length)} times` }) : null),
+    subjects(first, hasOneFix),
+    rest.length ? el("details", { "data-key": "rest" }, el("summary", { text: `${count(rest.length + left)} more` }), subjects(rest, hasOneFix),
+      left ? el("p", { class: "quiet", text: `${count(left)} more are not shown.` }) : null) : null,
+    hasOneFix ? fix(list[0].fix) : null,
+    el("details", { "data-key": "meaning", "data-explain": code }, el("summary", { text: `What ${code} means` }), meaning(code)));
+}
+
+function bySeverity(findings) {
+  return Object.entries(SEVERITIES).map(([severity, [one, several, tone]]) => {
+    const codes = new Map();
+    const list = findings.filter((finding) => finding.severity === severity);
+    for (const finding of list) codes.set(finding.code, [...(codes.get(finding.code) ?? []), finding]);
+    if (!list.length) return null;
+    const title = `${count(list.length)} ${list.length === 1 ? one : several}`;
+    return el("section", { "data-key": severity, "aria-label": title }, el("h3", { text: title }),
+      [...codes].map(([code, alike]) => card(code, alike, tone)));
+  });
+}
+
+const named = () => decodeURIComponent(location.hash.slice(1).split("?")[0].split("/").slice(1).join("/"));
+
+function update({ state }) {
+  const { diagnosis, workers, model, examined_ms } = state;
+  const now = document.getElementById("doctor-now");
+  document.getElementById("doctor-run").disabled = running;
+  if (!diagnosis) {
+    show(now, el("p", { class: "quiet", text: "Looking at every endpoint…" }));
+    return;
+  }
+  const name = named();
+  const ofModel = diagnosis.findings.filter((one) => isOf(model, one, workers));
+  const shown = name ? ofModel.filter((one) => workersOf(one).includes(name)) : ofModel;
+  const left = diagnosis.findings.length - ofModel.length;
+  const checked = `${count(diagnosis.checks)} checks of ${count(diagnosis.workers)} ${diagnosis.workers === 1 ? "worker" : "workers"}`;
+  show(now,
+    el("p", { class: "quiet", role: "status", text: running ? "Looking at every endpoint…" : `${checked}, ${seconds(Math.max(1, Math.round((Date.now() - examined_ms) / 1000)))} ago.` }),
+    name ? el("p", {}, `Findings about ${name} alone. `, el("a", { href: "#doctor", text: "Show all" })) : null,
+    shown.length ? null : el("p", { class: "panel well" }, pill("nothing found", "good"),
+      name ? ` No check found anything wrong with ${name}.` : " No check found anything wrong."),
+    bySeverity(shown),
+    left ? el("p", { class: "quiet", text: `${count(left)} findings about other models are not shown.` }) : null);
+}
+
+export const doctor = {
+  id: "doctor",
+  title: "Doctor",
+  mount(root, app) {
+    const body = el("div", { id: "doctor-now" });
+    // A details element says that it was opened to itself alone.
+    body.addEventListener("toggle", (event) => {
+      const code = event.target.dataset.explain;
+      if (code && event.target.open) explain(app, code);
+    }, true);
+    root.append(el("div", { class: "bar-of-tools" }, el("h2", { text: "Doctor" }),
+      el("button", { type: "button", class: "second", id: "doctor-run", text: "Run the doctor", on: { click: () => run(app) } })), body);
+  },
+  moved() {},
+  close() {
+    if (named()) location.hash = "doctor";
+  },
+  update,
+};
