@@ -8,11 +8,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # mypy sees a namespace package only through real files: the strict mode links each one.
 STRICT := --config-settings editable_mode=strict
 
-.PHONY: help demo test test-all test-uncompiled test-engine fuzz sanitize chaos takeover soak live-proof choice-live floods fault-walk lint format chart-readme http-page bench bench-peers docs audit lock sbom image-check clean
+.PHONY: help demo test test-all test-uncompiled test-engine fuzz sanitize chaos takeover soak live-proof choice-live floods fault-walk lint format chart-readme http-page bench bench-peers docs audit lock sbom image-check release-check clean
 
 help:
-	@echo "make demo         install into .venv and watch the router predict what four replicas reuse"
-	@echo "make test         install and run the tests of every part, in minutes"
+	@echo "make demo         install into .venv, without a C compiler, and watch the router predict what four replicas reuse"
+	@echo "make test         install with compiled modules and run the tests of every part, in minutes"
 	@echo "make test-all     the rest: whole routers, faults, fuzzing, containers, the demo, all examples of the properties"
 	@echo "make test-uncompiled  those of make test, with the modules as they run where there is no C compiler"
 	@echo "make test-engine  the same claims against a real vLLM (its CPU build, 3 GB, cached)"
@@ -34,23 +34,45 @@ help:
 	@echo "make lock         renew requirements-test.lock, and those of the image, with hashes"
 	@echo "make sbom         what is in the router's image, as CycloneDX: build/sbom.json"
 	@echo "make image-check  the steps of the router's image in a chroot of Debian's packages (root, debootstrap)"
+	@echo "make release-check  build a release twice, compare, install it in every Python here, chart, SBOM, image: build/release"
 	@echo "make clean        remove .venv and caches"
 
 # Strict editable installs link the files that exist now, so a new file needs a new install.
 SOURCES := setup.py $(shell find client contract events router engine_patch simulator replay shadow -path '*/build' -prune -o '(' -name '*.py' -o -name '*.p[yx][xd]' -o -name '*.h' ')' -print)
 
-# runtime: what the router needs; installed: that, the engine patch, and what development needs.
-$(VENV)/runtime $(VENV)/installed: pyproject.toml engine_patch/pyproject.toml $(SOURCES)
+# What builds the distributions ([build-system] of pyproject.toml). It stands in $(VENV), so that no build makes an
+# environment of its own; the pip that a venv brings is new enough.
+BUILD_TOOLS := 'setuptools>=77,<100'
+COMPILER := 'Cython>=3.1,<4'
+EDITABLE := --no-build-isolation $(STRICT)
+
+# What `make demo` and the tutorial need: the router without its compiled modules, so neither gcc nor Cython. Bytecode is
+# made of what the demo imports, when it does, and not of all that is installed.
+$(VENV)/runtime: pyproject.toml $(SOURCES)
+	@echo "Installing the router into $(VENV), without compiling its modules: half a minute, or longer with downloads"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --upgrade 'pip>=24' 'setuptools>=77' wheel
-	rm -rf build $(if $(filter %/installed,$@),engine_patch/build)
-	$(PIP) install $(if $(filter %/installed,$@),-e '.[dev]' -e ./engine_patch,-e .) $(STRICT)
-# pip compiles what it copies, not what it links; where PYTHONDONTWRITEBYTECODE is set, each start would.
-	$(BIN)/python -m compileall -q build/__editable__* $(if $(filter %/installed,$@),engine_patch/build/__editable__*)
+	@rm -rf $(VENV)/installed build/__editable__*
+	@$(PIP) install --no-compile $(BUILD_TOOLS)
+	@KVROUTER_COMPILE=0 $(PIP) install --no-compile $(EDITABLE) -e .
 	@touch $@
 
+# That with compiled modules, the engine patch, and what development needs.
+$(VENV)/installed: pyproject.toml engine_patch/pyproject.toml $(SOURCES)
+	@echo "Installing the router, the engine patch and what development needs into $(VENV), and compiling the modules that"
+	@echo "changed since the last time: two to four minutes the first time, and then half a minute"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@rm -rf build/__editable__* engine_patch/build
+	@$(PIP) install $(BUILD_TOOLS) $(COMPILER)
+	@$(PIP) install $(EDITABLE) -e '.[dev]' -e ./engine_patch
+# Tests start many processes, and where PYTHONDONTWRITEBYTECODE is set, each would compile what has no bytecode: what pip
+# links, and what `make demo` installed. Packages may have files that this Python cannot read.
+	@$(BIN)/python -m compileall -q build/__editable__* engine_patch/build/__editable__*
+	@if test -e $(VENV)/runtime; then $(BIN)/python -m compileall -qq $(VENV)/lib; rm $(VENV)/runtime; fi
+	@touch $@
+
+# Where PYTHONDONTWRITEBYTECODE is set, the demo's processes would compile the same modules one after the other.
 demo: $(firstword $(wildcard $(VENV)/installed) $(VENV)/runtime)
-	$(BIN)/kvrouter demo
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/kvrouter demo
 
 # A file's tests stay in one process, so that they share their router and their store.
 PYTEST := $(BIN)/python -m pytest --ignore=tests/engine --numprocesses auto --maxprocesses 8 --dist loadfile
@@ -183,13 +205,18 @@ sbom: $(VENV)/installed
 	build/image-venv/bin/pip --disable-pip-version-check --quiet install --require-hashes --no-deps --requirement requirements-image.lock
 	build/image-venv/bin/pip --disable-pip-version-check --quiet uninstall --yes setuptools pip
 	$(PYTHON) -m venv build/sbom-venv && build/sbom-venv/bin/pip --disable-pip-version-check --quiet install 'cyclonedx-bom>=7,<8'
-	build/sbom-venv/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type application --output-format JSON --output-file build/sbom.json build/image-venv
+	build/sbom-venv/bin/cyclonedx-py environment --output-reproducible --pyproject pyproject.toml --mc-type application --output-format JSON --output-file build/sbom.json build/image-venv
 	@echo "build/sbom.json"
 
 # The steps of the router's image in a system of Debian's packages alone, and what it then runs: as root, minutes.
 # ARGS: the python of an environment with vLLM, which then loads the patch from the image.
 image-check: $(VENV)/installed
 	$(BIN)/python -m tests.system.image_chroot $(ARGS)
+
+# What a release makes, from the commit that is checked out, and what it then does on this machine: build/release.
+# ARGS: --python VERSION, --without distributions|install|chart|sbom|image.
+release-check: $(VENV)/installed
+	$(BIN)/python -m tests.system.release_rehearsal $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(DOCS) build .engine-site .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info engine_patch/build engine_patch/*.egg-info

@@ -3,52 +3,109 @@
 
 They are those that have a `.pxd` beside them, which gives their C types; each is plain Python that runs uncompiled too.
 A `.pyx` has a plain module of its name beside it, which runs in its place.
-`KVROUTER_CHECK_BOUNDS=1` builds them with every access checked, `KVROUTER_SANITIZE=1` with the compiler's sanitizers
-(`tests/fuzz/sanitize.py`).
+
+| variable | |
+|---|---|
+| `KVROUTER_COMPILE=0` | compiles nothing, and needs neither Cython nor a C compiler |
+| `KVROUTER_CHECK_BOUNDS=1` | compiles with every access checked |
+| `KVROUTER_SANITIZE=1` | compiles with the compiler's sanitizers (`tests/fuzz/sanitize.py`) |
 """
 
+from __future__ import annotations
+
+import hashlib
 import os
+import shutil
 from pathlib import Path
 
-from Cython.Build import cythonize
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
-BUILD = Path("build", "cython")
+CHECKED, SANITIZED = (os.environ.get(name) == "1" for name in ("KVROUTER_CHECK_BOUNDS", "KVROUTER_SANITIZE"))
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+DIRECTIVES = {
+    "language_level": 3,
+    # The hints are numpy's; C types are in the .pxd files.
+    "annotation_typing": False,
+    "boundscheck": CHECKED,
+    "wraparound": False,
+    "initializedcheck": False,
+}
 
-# Cython finds what one module takes from another by its full name.
-names = BUILD / "kvrouter"
-names.mkdir(parents=True, exist_ok=True)
-if not (names / "router").is_symlink():
-    (names / "router").symlink_to(Path("router").resolve())
 
-typed = [path.with_suffix(".py") for path in Path("router").rglob("*.pxd")]
-extensions = cythonize(
-    [
+def extensions() -> list[Extension]:
+    """Return the modules that are compiled."""
+    typed = [path.with_suffix(".py") for path in Path("router").rglob("*.pxd")]
+    return [
         Extension(
             ".".join(("kvrouter", *path.with_suffix("").parts)),
             [str(path)],
             include_dirs=[str(path.parent)],
             depends=sorted(map(str, path.parent.glob("*.h"))),
+            extra_compile_args=["-O1", "-g", *SANITIZERS] if SANITIZED else ["-O3", "-g0"],
+            extra_link_args=SANITIZERS if SANITIZED else [],
+            # Without a compiler the modules run as they stand.
+            optional=True,
         )
         for path in sorted([*typed, *Path("router").rglob("*.pyx")])
-    ],
-    include_path=[str(BUILD)],
-    build_dir=str(BUILD / "c"),
-    compiler_directives={
-        "language_level": 3,
-        # The hints are numpy's; C types are in the .pxd files.
-        "annotation_typing": False,
-        "boundscheck": os.environ.get("KVROUTER_CHECK_BOUNDS") == "1",
-        "wraparound": False,
-        "initializedcheck": False,
-    },
-)
-SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-sanitized = os.environ.get("KVROUTER_SANITIZE") == "1"
-for extension in extensions:
-    extension.extra_compile_args = ["-O1", "-g", *SANITIZERS] if sanitized else ["-O3", "-g0"]
-    extension.extra_link_args = SANITIZERS if sanitized else []
-    # Without a compiler the modules run as they stand.
-    extension.optional = True
+    ]
 
-setup(ext_modules=extensions, options={"build_ext": {"parallel": os.cpu_count()}})
+
+class BuildChanged(build_ext):
+    """The step that compiles. It keeps what it makes, because a development install builds in a new folder each time."""
+
+    # Where it keeps that. Another Cython, other settings and another version of this file have another folder.
+    folder: Path
+
+    def build_extensions(self) -> None:
+        """Translate the modules that changed to C, and compile."""
+        # Here, because other steps of a build need no Cython.
+        from Cython import __version__ as cython
+        from Cython.Build import cythonize
+
+        key = repr((cython, CHECKED, SANITIZED, Path(__file__).read_bytes()))
+        self.folder = Path("build", "cython", hashlib.sha256(key.encode()).hexdigest()[:12])
+        # Cython finds what one module takes from another by its full name.
+        names = self.folder / "kvrouter"
+        names.mkdir(parents=True, exist_ok=True)
+        if not (names / "router").is_symlink():
+            (names / "router").symlink_to(Path("router").resolve())
+        translated = cythonize(
+            self.extensions,
+            include_path=[str(self.folder)],
+            build_dir=str(self.folder / "c"),
+            compiler_directives=DIRECTIVES,
+        )
+        sources = {extension.name: extension.sources for extension in translated}
+        for extension in self.extensions:
+            extension.sources = sources[extension.name]
+        super().build_extensions()
+
+    def build_extension(self, extension: Extension) -> None:
+        """Compile a module if its C source or a header is newer than what is kept."""
+        built = Path(self.get_ext_fullpath(extension.name))
+        kept = self.folder / "lib" / self.get_ext_filename(extension.name)
+        if kept.exists():
+            built.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(kept, built)
+        try:
+            super().build_extension(extension)
+        except Exception:
+            built.unlink(missing_ok=True)
+            raise
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(built, kept)
+
+    def get_output_mapping(self) -> dict[str, str]:
+        """Return what a development install links, without the modules that could not be compiled."""
+        return {built: linked for built, linked in super().get_output_mapping().items() if Path(built).exists()}
+
+
+if os.environ.get("KVROUTER_COMPILE") == "0":
+    setup()
+else:
+    setup(
+        ext_modules=extensions(),
+        cmdclass={"build_ext": BuildChanged},
+        options={"build_ext": {"parallel": os.cpu_count()}},
+    )

@@ -4,15 +4,19 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from tests.system.release_rehearsal import LeftOut, Rehearsal, provenance, run
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOW = ROOT / ".github" / "workflows" / "release.yml"
@@ -99,3 +103,77 @@ def test_wheels_are_built_for_every_python_that_is_promised() -> None:
     lowest = int(settings["project"]["requires-python"].removeprefix(">=3."))
     built = settings["tool"]["cibuildwheel"]["build"].split()
     assert built == [f"cp3{minor}-*" for minor in range(lowest, lowest + len(built))] and len(built) >= 3
+
+
+def test_sdists_of_the_same_files_become_the_same_bytes(tmp_path: Path) -> None:
+    made = [sdist(tmp_path / name, time_s) for name, time_s in (("a", 1_000_000_000), ("b", 1_700_000_000))]
+    assert made[0].read_bytes() != made[1].read_bytes()
+    for path in made:
+        done = subprocess.run(
+            [sys.executable, ROOT / ".ci" / "plain_sdist.py", path],
+            env={**os.environ, "SOURCE_DATE_EPOCH": "1800000000"},
+        )
+        assert done.returncode == 0
+    assert made[0].read_bytes() == made[1].read_bytes()
+    with tarfile.open(made[0]) as archive:
+        assert [member.name for member in archive] == ["p", "p/one.py", "p/two.sh"]
+        assert {(member.mtime, member.uid, member.uname) for member in archive} == {(1_800_000_000, 0, "")}
+        content = archive.extractfile("p/one.py")
+        assert content is not None and content.read() == b"one = 1\n"
+        assert [oct(member.mode) for member in archive] == ["0o755", "0o644", "0o755"]
+
+
+def sdist(folder: Path, time_s: int) -> Path:
+    """Pack a folder whose files have this time, as setuptools packs it."""
+    source = folder / "p"
+    source.mkdir(parents=True)
+    (source / "one.py").write_text("one = 1\n")
+    (source / "two.sh").write_text("true\n")
+    (source / "two.sh").chmod(0o775)
+    for path in (*source.iterdir(), source):
+        os.utime(path, (time_s, time_s))
+    with tarfile.open(folder / "p.tar.gz", "w:gz") as archive:
+        archive.add(source, "p")
+    return folder / "p.tar.gz"
+
+
+def test_the_provenance_names_the_commit_and_each_files_hash() -> None:
+    statement = provenance("1.2.0", "c0ffee", {"b.whl": "22", "a.tar.gz": "11"}, "2026-12-01T00:00:00Z")
+    assert statement["_type"] == "https://in-toto.io/Statement/v1"
+    assert statement["predicateType"] == "https://slsa.dev/provenance/v1"
+    assert statement["subject"] == [
+        {"name": "a.tar.gz", "digest": {"sha256": "11"}},
+        {"name": "b.whl", "digest": {"sha256": "22"}},
+    ]
+    built = statement["predicate"]["buildDefinition"]
+    assert {"gitCommit": "c0ffee"} in [each["digest"] for each in built["resolvedDependencies"]]
+    assert built["buildType"] and statement["predicate"]["runDetails"]["builder"]["id"]
+
+
+def test_a_rehearsal_with_a_failed_step_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    def missing() -> str:
+        raise LeftOut("no such program")
+
+    def broken() -> str:
+        return run([sys.executable, "-c", "raise SystemExit('two builds differ')"])
+
+    rehearsal = Rehearsal()
+    assert rehearsal.step("good", lambda: "done") and not rehearsal.step("absent", missing)
+    assert rehearsal.finish() == 0
+    assert not rehearsal.step("bad", broken)
+    assert rehearsal.finish() == 1
+    table = capsys.readouterr().out.split("\n\n")[-1]
+    assert "1 passed, 1 failed, 1 left out" in table
+    assert re.search(r"^bad +FAILED +two builds differ$", table, re.MULTILINE)
+    assert re.search(r"^absent +left out +no such program$", table, re.MULTILINE)
+
+
+def test_a_release_has_the_image_and_the_chart() -> None:
+    jobs = yaml.safe_load(WORKFLOW.read_text())["jobs"]
+    used = [step.get("uses", "").partition("@")[0] for step in jobs["publish"]["steps"]]
+    assert "docker/build-push-action" in used and used.count("actions/attest-build-provenance") == 3
+    commands = [step.get("run", "") for job in jobs.values() for step in job["steps"]]
+    assert any("helm package deploy/helm/kvrouter" in command for command in commands)
+    assert any(command.startswith("helm push all/kvrouter-*.tgz") for command in commands)
+    # Both builds of a commit have one time.
+    assert sum("SOURCE_DATE_EPOCH" in command for command in commands) == 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds of the package, with compiled modules and without a compiler.
+"""Builds of the package: with compiled modules, without a compiler, and without Cython.
 
 Each Python that is on this machine installs and runs the package.
 """
@@ -24,6 +24,9 @@ NO_COMPILER = "/bin/false"
 VERSIONS = ("3.11", "3.12", "3.13", "3.14")
 # The most that a base installation may take, without pip.
 MAX_SITE_MB = 250
+# Calls a hook of the build, as pip does, where Cython cannot be imported.
+WITHOUT_CYTHON = "import sys; sys.modules['Cython'] = None; from setuptools import build_meta; build_meta.{}({!r})"
+EDITABLE = "from setuptools import build_meta; build_meta.build_editable({!r}, {{'editable_mode': 'strict'}})"
 
 
 def source_tree(folder: Path) -> Path:
@@ -93,9 +96,78 @@ def test_a_wheel_made_of_the_sdist_installs_and_predicts(tmp_path: Path, version
     assert run([inside / "kvrouter", "--version"]).startswith("kvrouter ")
 
 
-def run(command: list[str | Path], cwd: Path | None = None) -> str:
+@pytest.mark.smoke
+def test_without_compiling_no_cython_is_needed(tmp_path: Path) -> None:
+    clone = source_tree(tmp_path / "clone")
+    code = WITHOUT_CYTHON.format("build_wheel", str(tmp_path))
+    run([sys.executable, "-c", code], cwd=clone, KVROUTER_COMPILE="0")
+    (wheel,) = tmp_path.glob("*-py3-none-any.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "kvrouter/router/index/matching/judge.py" in names
+    assert not [name for name in names if name.endswith(".so")]
+
+
+@pytest.mark.smoke
+def test_an_sdist_needs_no_cython(tmp_path: Path) -> None:
+    clone = source_tree(tmp_path / "clone")
+    run([sys.executable, "-c", WITHOUT_CYTHON.format("build_sdist", str(tmp_path))], cwd=clone)
+    assert len(list(tmp_path.glob("*.tar.gz"))) == 1
+
+
+@pytest.mark.smoke
+def test_a_development_install_compiles_only_what_changed(tmp_path: Path) -> None:
+    for name in ("changed", "kept"):
+        (tmp_path / "router" / f"{name}.py").parent.mkdir(exist_ok=True)
+        (tmp_path / "router" / f"{name}.py").write_text("def number():\n    return 1\n")
+        (tmp_path / "router" / f"{name}.pxd").write_text("cpdef long number()\n")
+    (tmp_path / "pyproject.toml").write_text(
+        "[project]\nname = 'small'\nversion = '1'\n[tool.setuptools]\npackages = ['kvrouter.router']\n"
+        "package-dir = {'kvrouter.router' = 'router'}\n"
+    )
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    compiler, log = tmp_path / "compiler", tmp_path / "compiler.log"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec gcc "$@"\n')
+    compiler.chmod(0o755)
+
+    def install(program: str | Path) -> tuple[str, set[str]]:
+        """Return the compiler's arguments, and the names of the modules that are linked compiled."""
+        log.write_text("")
+        run([sys.executable, "-c", EDITABLE.format(str(tmp_path / "dist"))], cwd=tmp_path, CC=str(program))
+        linked = (tmp_path / "build").glob("__editable__*/kvrouter/router/*.so")
+        return log.read_text(), {path.name.partition(".")[0] for path in linked}
+
+    (tmp_path / "dist").mkdir()
+    first, linked = install(compiler)
+    assert "changed.c" in first and "kept.c" in first and linked == {"changed", "kept"}
+    assert install(compiler) == ("", {"changed", "kept"})
+    source = tmp_path / "router" / "changed.py"
+    source.write_text("def number():\n    return 2\n")
+    second, linked = install(compiler)
+    assert "changed.c" in second and "kept.c" not in second and linked == {"changed", "kept"}
+    # A module that cannot be compiled runs from its source; the earlier result is not used.
+    source.write_text("def number():\n    return 3\n")
+    assert install(NO_COMPILER) == ("", {"kept"})
+
+
+@pytest.mark.smoke
+def test_make_demo_compiles_nothing_and_uses_what_is_installed(tmp_path: Path) -> None:
+    demo = ["make", "--dry-run", f"VENV={tmp_path}", "demo"]
+    fresh = run(demo, cwd=ROOT)
+    assert "KVROUTER_COMPILE=0" in fresh and "Cython" not in fresh
+    (tmp_path / "installed").touch()
+    assert run(demo, cwd=ROOT).split()[-1:] == ["demo"] and "pip" not in run(demo, cwd=ROOT)
+    (tmp_path / "installed").unlink()
+    compiling = run([*demo[:-1], f"{tmp_path}/installed"], cwd=ROOT)
+    assert "KVROUTER_COMPILE" not in compiling
+    assert all(f"'{tool}'" in compiling for tool in SETTINGS["build-system"]["requires"])
+    # What stays in the folder of builds is not compiled again.
+    assert not [line for line in (fresh + compiling).splitlines() if "rm " in line and " build " in f"{line} "]
+
+
+def run(command: list[str | Path], cwd: Path | None = None, **variables: str) -> str:
     # Hide this environment's Python and settings from the new one.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "KVROUTER_"))}
+    environment |= variables
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled modules: those that have a `.pxd` or a `.pyx` beside them.
 
-They are compiled at installation if there is a C compiler. Without one, their Python source runs unchanged, up to 270
-times slower. With KVROUTER_TEST_UNCOMPILED=1, the source runs even if a compiled module exists, so that it can be read,
-debugged and covered. Tests hold both ways equal.
+They are compiled at installation if there is a C compiler, and not with KVROUTER_COMPILE=0. Uncompiled, their Python
+source runs unchanged, up to 270 times slower. With KVROUTER_TEST_UNCOMPILED=1, the source runs even if a compiled module
+exists, so that it can be read, debugged and covered. Tests hold both ways equal.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from types import ModuleType
 
 UNCOMPILED = "KVROUTER_TEST_UNCOMPILED"
 SLOW = (
-    "some modules are not compiled ({}), so questions and events take up to 90 times longer: install a wheel of "
-    "this platform, or install again where there is a C compiler"
+    "{} not compiled, so questions and events take up to 90 times longer: install a wheel of this platform, or install "
+    "again with a C compiler and without KVROUTER_COMPILE=0 (in a clone: make .venv/installed)"
 )
 ROUTER = Path(__file__).parents[2]
 
@@ -42,10 +42,13 @@ class SourceFinder:
 
 @functools.cache
 def caution() -> str | None:
-    """Return a warning that names the modules that run uncompiled, with the fix; None if all are compiled."""
-    typed = (path.with_suffix("") for kind in ("*.pxd", "*.pyx") for path in ROUTER.rglob(kind))
+    """Return a warning with the fix if modules run uncompiled, which names them if others are compiled; else None."""
+    typed = [path.with_suffix("") for kind in ("*.pxd", "*.pyx") for path in ROUTER.rglob(kind)]
     plain = [path.name for path in typed if not (wanted() and Path(f"{path}{EXTENSION_SUFFIXES[0]}").exists())]
-    return SLOW.format(", ".join(sorted(plain))) if plain else None
+    if not plain:
+        return None
+    every = len(plain) == len(typed)
+    return SLOW.format("the modules that decide are" if every else f"some modules ({', '.join(sorted(plain))}) are")
 
 
 def wanted() -> bool:

@@ -65,10 +65,12 @@ EXPLANATIONS: dict[str, Explanation] = {
         "(docs/how-to/hardening.md).",
     ),
     "KV007": Explanation(
-        "Some modules run as plain Python, because no C compiler was there at the installation. Questions and "
-        "events take many times longer (docs/reference/benchmarks.md).",
+        "Some modules run as plain Python, because the router was installed without a C compiler or with "
+        "KVROUTER_COMPILE=0, as `make demo` does. Questions and events take many times longer "
+        "(docs/reference/benchmarks.md).",
         "Install the wheel of this platform; or install a C compiler and Python's headers (Debian: gcc "
-        "python3-dev), and then install the router again.",
+        "python3-dev), and then install the router again without KVROUTER_COMPILE=0 (in a clone: `make "
+        ".venv/installed`).",
     ),
     "KV008": Explanation(
         "A task of the router ended. This is a defect of the router. The task was started again "

@@ -91,7 +91,7 @@ FIXES = {
     "KV002": "kvrouter doctor --api-key KEY (or KVROUTER_API_KEY), the key that it was started with",
     "KV006": "kvrouter serve --api-key KEY (or KVROUTER_API_KEY), or --host 127.0.0.1",
     "KV007": "install the wheel of this platform; or gcc and Python's headers (Debian: gcc python3-dev), and then the "
-    "router again",
+    "router again, without KVROUTER_COMPILE=0 (in a clone: make .venv/installed)",
     "KV008": "report it with the traceback in the router's log; restart the router if it stays",
     "KV010": "correct the file; it is read again as soon as it changes",
     "KV011": "openssl x509 -enddate -noout -in FILE shows when one ends",
