@@ -32,6 +32,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ class Distributions:
 
     def build(self, tools: Path, source: Path, out: Path, *kinds: str) -> None:
         """Build a source folder's files of these kinds into a folder."""
-        command = [tools / "python", "-m", "build", "--no-isolation", *kinds, "--outdir", out, source]
+        command: list[str | Path] = [tools / "python", "-m", "build", "--no-isolation", *kinds, "--outdir", out, source]
         run(command, cwd=self._scratch, SOURCE_DATE_EPOCH=self._epoch)
 
     def sources(self, version: str, python: Path) -> str:
@@ -152,7 +153,7 @@ class Distributions:
             run(["git", "checkout", "--quiet", self._commit], cwd=clone)
             self.build(tools, clone, out, "--sdist")
             self.build(tools, clone / "engine_patch", out)
-            plain = [tools / "python", clone / ".ci" / "plain_sdist.py", *out.glob("*.tar.gz")]
+            plain: list[str | Path] = [tools / "python", clone / ".ci" / "plain_sdist.py", *out.glob("*.tar.gz")]
             run(plain, SOURCE_DATE_EPOCH=self._epoch)
         return self.compare("*")
 
@@ -302,9 +303,9 @@ def build(
     if not rehearsal.step("sdists, the patch's wheel", lambda: distributions.sources(*first)):
         return
     for version, python in pythons.items():
-        built = rehearsal.step(f"wheel for Python {version}", lambda v=version, p=python: distributions.wheels(v, p))
+        built = rehearsal.step(f"wheel for Python {version}", partial(distributions.wheels, version, python))
         if built and with_trial:
-            rehearsal.step(f"installed, Python {version}", lambda v=version, p=python: try_wheels(v, p, scratch))
+            rehearsal.step(f"installed, Python {version}", partial(try_wheels, version, python, scratch))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -164,7 +165,7 @@ def test_make_demo_compiles_nothing_and_uses_what_is_installed(tmp_path: Path) -
     assert not [line for line in (fresh + compiling).splitlines() if "rm " in line and " build " in f"{line} "]
 
 
-def run(command: list[str | Path], cwd: Path | None = None, **variables: str) -> str:
+def run(command: Sequence[str | Path], cwd: Path | None = None, **variables: str) -> str:
     # Hide this environment's Python and settings from the new one.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "KVROUTER_"))}
     environment |= variables

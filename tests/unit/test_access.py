@@ -187,7 +187,8 @@ async def test_a_rate_of_the_settings_file_is_applied(tmp_path: Path) -> None:
         pass
     assert limited.registration_pause_s("a") == 1.0
     file.write_text("registrations_per_s: 4\nmax_workers: 1\n")
-    await live.files.read_again()
+    assert live.file is not None
+    await live.file.read_again()
     while not limited.registration_pause_s("a"):
         pass
     assert limited.registration_pause_s("a") == 0.25

@@ -100,7 +100,8 @@ def test_a_signal_reads_a_file_that_shows_no_change(file: Path, monkeypatch: pyt
     file.write_text("queue_size: 6\n")
     watched.look()
     assert watched.live.config.queue_size == 5
-    asyncio.run(watched.live.files.read_again())
+    assert watched.live.file is not None
+    asyncio.run(watched.live.file.read_again())
     assert watched.live.config.queue_size == 6
 
 

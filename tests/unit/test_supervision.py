@@ -37,7 +37,7 @@ ALLOWED = {
     ("router/follow/streams/source_switch.py", "hold"): "a TaskGroup: what ends one ends the run of a supervised task",
     ("router/app/server/supervisor.py", "supervise"): "the process itself: awaited, its failure ends it",
     ("router/app/server/supervisor.py", "_run"): "a TaskGroup: what ends one ends the process",
-    ("router/serve/access/access.py", "watch"): "a TaskGroup: what ends one ends the run of a supervised task",
+    ("router/model/config/reloaded.py", "watch"): "a TaskGroup: what ends one ends the run of a supervised task",
     (
         "router/route/tokens/engine/verified_engines.py",
         "_begin_judging",

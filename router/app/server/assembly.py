@@ -116,8 +116,6 @@ class Assembly:
         self.settings = LiveSettings(config, origin, os.environ, self._metrics.http.access.files)
         # A process that starts again begins with the limits that the settings file has now.
         self._config = config = self.settings.config
-        # The reading that a signal began last.
-        self._rereading: asyncio.Task[None] | None = None
         self._supervisor = TaskSupervisor(
             clock=time.monotonic, rng=random.Random(), failures=self._registry.task_failures
         )
@@ -249,9 +247,8 @@ class Assembly:
 
     def reload(self) -> None:
         """Read the settings file and the files that the settings name now, changed or not."""
-        if self._rereading is None or self._rereading.done():
-            log.info("files are read again")
-            self._rereading = asyncio.get_running_loop().create_task(self.settings.files.read_again())
+        log.info("files are read again")
+        self.settings.files.wake()
 
     def _start_upkeep(self) -> None:
         tasks = {"files": self.settings.files.watch}

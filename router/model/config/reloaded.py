@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.base.common.event_wait import set_within
 from kvrouter.router.base.common.file_watch import FileWatch
 from kvrouter.router.base.common.hanging_call import HANG_S, CallHangs, HangingCall
 from kvrouter.router.base.common.regular_file import read_regular
@@ -91,6 +92,8 @@ class Reloaded(Generic[T]):
         # Whether the look under way reads a change that no earlier look has seen.
         self._at_once = False
         self._subscribers: list[Callable[[], None]] = []
+        # Set to have the files read at once, changed or not.
+        self.wanted = asyncio.Event()
         # Whether `ReloadedFiles.problems` has this file's problem; otherwise another part of the router reports it.
         self.is_reported = True
         self.problem = ""
@@ -242,12 +245,16 @@ class ReloadedFiles:
         # Wait forever if there are no files: the supervisor treats a task that ends as a failure.
         await asyncio.Event().wait()
 
-    async def read_again(self) -> None:
-        """Read all files now, changed or not."""
-        await asyncio.gather(*(file.read_again() for file in self._files))
+    def wake(self) -> None:
+        """Have `watch` read all files now, changed or not."""
+        for file in self._files:
+            file.wanted.set()
 
 
 async def _follow(file: Reloaded[Any]) -> None:
     while True:
-        await asyncio.sleep(POLL_S)
-        await file.look()
+        if await set_within(file.wanted, POLL_S):
+            file.wanted.clear()
+            await file.read_again()
+        else:
+            await file.look()
