@@ -85,7 +85,7 @@ class SavedDay(msgspec.Struct, frozen=True):
         int,
         Meta(
             description="an estimate of the tokens that would not have been computed with the same prompts sent to the workers "
-            "in turn, by full attention alone"
+            "in turn"
         ),
     ]
     saved_s: Annotated[float, Meta(description=SAVED_S)]

@@ -15,6 +15,7 @@ from kvrouter.router.follow.streams.worker_stream import WorkerStream
 from kvrouter.router.model.engines.engine_metrics import EngineLoad
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.role import HandoverWay, Role
+from kvrouter.router.model.workers.stream_state import StreamState
 
 ONE, TWO = WorkerKey("m", "one"), WorkerKey("n", "two", 1)
 
@@ -180,3 +181,12 @@ def test_an_unknown_worker_has_default_answers(registry: WorkerRegistry) -> None
     assert registry.given_id(ONE) == "one"
     assert registry.handover(ONE) is HandoverWay.KV_TRANSFER_PARAMS
     assert not registry.drains(ONE)
+
+
+def test_workers_that_are_down_are_left_out_of_their_models(registry: WorkerRegistry) -> None:
+    up, down = stream(ONE), stream(TWO)
+    cast(Any, up).view = SimpleNamespace(state=StreamState.LIVE, life=0)
+    cast(Any, down).view = SimpleNamespace(state=StreamState.DOWN, life=0)
+    registry.add(up)
+    registry.add(down)
+    assert registry.streams_by_model() == {ONE.model: [up]}

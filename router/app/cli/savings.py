@@ -111,5 +111,5 @@ def meaning(totals: dict[str, Any], days: int) -> str:
     return (
         f"{when}, {short_number(reused_tokens)} of {short_number(prompt_tokens)} prompt tokens "
         f"({_share(reused_tokens, prompt_tokens)}) were not computed, {seconds}; the same prompts sent to the workers in "
-        f"turn would have reused an estimated {_share(totals['round_robin_tokens'], prompt_tokens)} (full attention alone)."
+        f"turn would have reused an estimated {_share(totals['round_robin_tokens'], prompt_tokens)}."
     )

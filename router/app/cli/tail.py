@@ -51,7 +51,7 @@ def tail(
     *,
     client: Client,
 ) -> None:
-    """Follow the events of the fleet, one line each, until Ctrl-C; goes on by itself when the router comes back."""
+    """Follow the events of the fleet, one line each, until Ctrl-C; reconnects when the router comes back."""
     query: list[tuple[str, str]] = [("worker", name) for name in worker or ()] + [
         ("model", name) for name in model or ()
     ]

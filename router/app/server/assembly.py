@@ -60,6 +60,7 @@ from kvrouter.router.model.workers.engine_key import EngineKey
 from kvrouter.router.observe.decisions.decision_log import DecisionLog
 from kvrouter.router.observe.decisions.watch import Watch
 from kvrouter.router.observe.history.history_keeper import HistoryKeeper
+from kvrouter.router.observe.history.shadow_cache import worker_caches
 from kvrouter.router.observe.quality.request_watch import Quality
 from kvrouter.router.route.placement.placer import Placer
 from kvrouter.router.route.tokens.engine.client import Engine
@@ -176,7 +177,7 @@ class Assembly:
             writer=secrets.token_hex(8),
             clock=time.monotonic,
             wall_clock=time.time,
-            cache_sizes=core.registry.cache_sizes,
+            caches=partial(worker_caches, core.registry),
             metrics=metrics.history,
             servers=store.servers,
             supervisor=self._supervisor,

@@ -137,15 +137,13 @@ class WorkerRegistry:
         """Return the models of all workers, sorted."""
         return sorted({worker.model for worker in self._streams})
 
-    def cache_sizes(self) -> dict[str, list[tuple[WorkerKey, int | None]]]:
-        """Return the workers of each model that are not down, with the tokens that their caches hold, None: unknown."""
-        sizes: dict[str, list[tuple[WorkerKey, int | None]]] = {}
+    def streams_by_model(self) -> dict[str, list[WorkerStream]]:
+        """Return the workers of each model that are not down."""
+        streams: dict[str, list[WorkerStream]] = {}
         for worker, stream in self._streams.items():
             if stream.view.state is not StreamState.DOWN:
-                cache = stream.cache
-                tokens = 0 if cache.prefix_caching is False else cache.tokens
-                sizes.setdefault(worker.model, []).append((worker, tokens))
-        return sizes
+                streams.setdefault(worker.model, []).append(stream)
+        return streams
 
     def prefill_workers(self, model: str) -> frozenset[WorkerKey]:
         """Return the workers of a model that only compute prompts, for other workers."""

@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvrouter.contract.history import HistoryReply, SavingsReply
-from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.common.task_supervisor import TaskSupervisor
 from kvrouter.router.base.redis_client.errors import StoreError
 from kvrouter.router.base.redis_client.servers import Servers
@@ -23,6 +22,7 @@ from kvrouter.router.observe.history.history_log import HistoryLog
 from kvrouter.router.observe.history.history_metrics import HistoryMetrics
 from kvrouter.router.observe.history.round_robin_shadow import RoundRobinShadow
 from kvrouter.router.observe.history.saved_days import columns_of, day_of, last_days
+from kvrouter.router.observe.history.shadow_cache import WorkerCache
 from kvrouter.router.observe.history.unwritten import STREAMS, Unwritten
 from kvrouter.router.route.load.traffic_sums import TrafficSums
 
@@ -38,9 +38,6 @@ FOLLOW_TURN_S = 0.002
 # Longer prompts (262,144 tokens) are not followed, because one would hold the loop for longer than a turn.
 MAX_PIECES_FOLLOWED = 2_048
 
-# The workers of a model, in the order of their turns, each with the tokens that its cache holds; None: not known.
-CacheSizes = Sequence[tuple[WorkerKey, int | None]]
-
 
 class HistoryKeeper:
     """The history of one process, from `start` on. Without servers it is the history of this process alone."""
@@ -52,7 +49,7 @@ class HistoryKeeper:
         writer: str,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
-        cache_sizes: Callable[[], Mapping[str, CacheSizes]] = dict,
+        caches: Callable[[], Mapping[str, Sequence[WorkerCache]]] = dict,
         metrics: HistoryMetrics | None = None,
         servers: Servers | None = None,
         supervisor: TaskSupervisor | None = None,
@@ -64,14 +61,14 @@ class HistoryKeeper:
             writer: Names this life of the process; no other life ever has the name.
             clock: Returns the monotonic time.
             wall_clock: Returns the time of day, which counts until Redis is heard.
-            cache_sizes: Returns the workers of each model that are not down.
+            caches: Returns the caches of each model's workers that are not down.
             metrics: The metrics; None only without servers.
             servers: The servers of Redis; None: nothing is shared.
             supervisor: Runs the tasks; None only if `start` is never called.
         """
         self._traffic = traffic
         self._clock = clock
-        self._cache_sizes = cache_sizes
+        self._caches = caches
         self._metrics = metrics
         self._supervisor = supervisor
         self._history = History()
@@ -152,11 +149,11 @@ class HistoryKeeper:
         prompts = self._traffic.take_prompts()
         if not prompts:
             return
-        sizes = self._cache_sizes()
-        self._shadow.keep({worker for workers in sizes.values() for worker, _ in workers})
+        caches = self._caches()
+        self._shadow.keep({cache.worker for workers in caches.values() for cache in workers})
         until_s = self._clock() + FOLLOW_TURN_S
         for prompt in prompts:
-            workers = sizes.get(prompt.model) if 0 < len(prompt.names) <= MAX_PIECES_FOLLOWED else None
+            workers = caches.get(prompt.model) if 0 < len(prompt.names) <= MAX_PIECES_FOLLOWED else None
             reused_tokens = prompt.reused_tokens
             if workers:
                 reused_tokens = self._shadow.sent(prompt.model, workers, prompt.names, prompt.num_tokens)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """An estimate of what the workers would reuse if each model's prompts were sent to them in turn. Pure.
 
-Each worker has the pieces of the prompts that its turn brought it, up to the size of its cache, the least lately used
-given up first. So it is the rule of full attention: no windows, no states, no offload tiers, and no generated tokens. A
-model whose prompts come through several processes has a shadow in each, of the prompts that came there.
+Each worker holds the pieces of the prompts that its turn brought it and the checkpoints at which they can be resumed
+(`model/kvcache/resume_rule.py`), up to the blocks of its cache, the least lately used given up first. It knows neither
+offload tiers nor generated tokens. A model whose prompts come through several processes has a shadow in each, of the
+prompts that came there.
 """
 
 from __future__ import annotations
@@ -12,11 +13,61 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.observe.history.shadow_cache import ShadowCache, WorkerCache, shadow_cache
 from kvrouter.router.route.load.pending_prefixes import PIECE_TOKENS
 
-# The bound of remembered pieces of all workers, some 180 bytes each: caches of 25 million tokens in all. With more, each
-# worker counts as having its part of them.
+# The bound of remembered pieces and checkpoints of all workers, some 200 bytes each: caches of 25 million tokens in all.
+# With more, each worker counts as having its part of them.
 MAX_PIECES = 200_000
+
+
+class HeldPieces:
+    """The pieces and checkpoints that one worker holds, each with its blocks, the least lately used first."""
+
+    def __init__(self, described: WorkerCache) -> None:
+        self.described = described
+        self.cache: ShadowCache = shadow_cache(described.engine, described.catalog)
+        # A piece by its name, and the checkpoint at its end by a tuple of that name.
+        self.entries: OrderedDict[int | tuple[int], float] = OrderedDict()
+        self._blocks = 0.0
+
+    def describe(self, described: WorkerCache) -> None:
+        """Take the present description of the cache; both objects are replaced when something in them changes."""
+        if described.engine is not self.described.engine or described.catalog is not self.described.catalog:
+            self.described, self.cache = described, shadow_cache(described.engine, described.catalog)
+
+    def run(self, names: Sequence[int]) -> int:
+        """Return how many of a prompt's first pieces are held."""
+        run = 0
+        for name in names:
+            if name not in self.entries:
+                break
+            run += 1
+        return run
+
+    def resumable(self, names: Sequence[int], run: int) -> int:
+        """Return at how many of the first `run` pieces, all of them held, the prompt can be resumed."""
+        if self.cache.whole_tokens is None:
+            return run
+        while run and (names[run - 1],) not in self.entries:
+            run -= 1
+        return run
+
+    def keep(self, key: int | tuple[int], blocks: float) -> None:
+        """Hold a piece or a checkpoint as the one that was used last."""
+        if key in self.entries:
+            self.entries.move_to_end(key)
+        else:
+            self.entries[key] = blocks
+            self._blocks += blocks
+
+    def shrink(self, max_entries: int) -> None:
+        """Give up what was used longest ago, until the rest fits."""
+        most_blocks = self.cache.blocks
+        while self.entries and (
+            len(self.entries) > max_entries or (most_blocks is not None and self._blocks > most_blocks)
+        ):
+            self._blocks -= self.entries.popitem(last=False)[1]
 
 
 class RoundRobinShadow:
@@ -24,49 +75,36 @@ class RoundRobinShadow:
 
     def __init__(self, max_pieces: int = MAX_PIECES) -> None:
         self._max_pieces = max_pieces
-        self._held: dict[WorkerKey, OrderedDict[int, None]] = {}
+        self._held: dict[WorkerKey, HeldPieces] = {}
         self._turns: dict[str, int] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, self._held.values()))
+        return sum(len(held.entries) for held in self._held.values())
 
-    def sent(
-        self, model: str, workers: Sequence[tuple[WorkerKey, int | None]], names: Sequence[int], num_tokens: int
-    ) -> int:
+    def sent(self, model: str, workers: Sequence[WorkerCache], names: Sequence[int], num_tokens: int) -> int:
         """Send a prompt to the worker whose turn it is, and return the tokens that it would reuse there.
 
         Args:
             model: The model.
-            workers: Its workers, in the order of their turns, each with the tokens that its cache holds, None if that is
-                not known; at least one.
+            workers: Its workers, in the order of their turns; at least one.
             names: The names of the prompt's pieces, each chained over all before it.
             num_tokens: The length of the prompt.
         """
         turn = self._turns.get(model, 0)
         self._turns[model] = turn + 1
-        worker, capacity_tokens = workers[turn % len(workers)]
-        held = self._held.setdefault(worker, OrderedDict())
-        reused = 0
-        for name in names:
-            if name not in held:
-                break
-            reused += 1
+        described = workers[turn % len(workers)]
+        held = self._held.get(described.worker)
+        if held is None:
+            held = self._held[described.worker] = HeldPieces(described)
+        held.describe(described)
         # Where only block hashes are known, pieces can be longer; this is the shortest possible length.
         piece_tokens = max(PIECE_TOKENS, num_tokens // (len(names) + 1))
-        # The last piece comes first, because a prompt's end must be given up before its start.
-        renew = held.move_to_end
-        for name in reversed(names):
-            if name in held:
-                renew(name)
-            else:
-                held[name] = None
-        room = self._max_pieces // max(1, len(self._held))
-        if capacity_tokens is not None:
-            room = min(room, capacity_tokens // piece_tokens)
-        while len(held) > room:
-            held.popitem(last=False)
+        run = held.run(names)
+        resumed = held.resumable(names, run)
+        _store(held, names, run, piece_tokens)
+        held.shrink(self._max_pieces // len(self._held))
         # The last token of a prompt is always computed.
-        return max(0, min(reused * piece_tokens, num_tokens - 1))
+        return max(0, min(resumed * piece_tokens, num_tokens - 1))
 
     def keep(self, workers: set[WorkerKey]) -> None:
         """Forget all other workers, and the models that have none."""
@@ -74,3 +112,21 @@ class RoundRobinShadow:
             del self._held[worker]
         for model in self._turns.keys() - {worker.model for worker in workers}:
             del self._turns[model]
+
+
+def _store(held: HeldPieces, names: Sequence[int], run: int, piece_tokens: int) -> None:
+    """Hold a computed prompt, of which the first `run` pieces were held before."""
+    cache = held.cache
+    if cache.whole_tokens is not None and names:
+        if len(names) * piece_tokens <= cache.whole_tokens:
+            # Its window covers all of it, so that it takes no more blocks with a checkpoint at every piece.
+            ends, blocks = list(range(len(names), 0, -1)), cache.checkpoint_blocks * piece_tokens / cache.whole_tokens
+        else:
+            # Its end, and where it met pieces that it could not resume from.
+            ends, blocks = [end for end in (len(names), run) if end], cache.checkpoint_blocks
+        for end in ends:
+            held.keep((names[end - 1],), blocks)
+    # The last piece comes first, because a prompt's end is given up before its start.
+    piece_blocks = cache.piece_blocks * piece_tokens / PIECE_TOKENS
+    for name in reversed(names):
+        held.keep(name, piece_blocks)

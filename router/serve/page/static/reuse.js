@@ -85,7 +85,8 @@ function drawTotals({ metrics, model }) {
   const judged = total(samples(JUDGED), (labels) => labels.outcome !== "untold");
   const exact = total(samples(JUDGED), (labels) => labels.outcome === "exact");
   show(document.getElementById("reuse-totals"), tiles([
-    ["Predictions exact", percent(exact, judged), judged ? `of ${count(judged)}` : "No prompt yet."],
+    ["Predictions exact", exact < judged ? el("a", { href: "#decisions?only=wrong", title: "Show those that were not exact", text: percent(exact, judged) }) : percent(exact, judged),
+      judged ? `of ${count(judged)}` : "No prompt yet."],
     ["Predicted", brief(total(samples(PREDICTED))), "tokens"],
     ["Expected with prompts ahead", brief(total(samples(EXPECTED))), "tokens"],
     ["Reused, as engines report", brief(total(samples(DELIVERED))), "tokens"],
