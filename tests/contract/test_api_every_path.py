@@ -189,6 +189,8 @@ def test_the_openapi_document_lists_every_endpoint_and_all_its_references_lead_s
     document = call(build(core)[0], "GET", "/openapi.json").json()
     operations = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
     assert operations == {
+        ("GET", "/history"),
+        ("GET", "/savings"),
         ("POST", "/query"),
         ("POST", "/query_by_hash"),
         ("POST", "/select"),

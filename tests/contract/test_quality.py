@@ -76,7 +76,12 @@ def test_delivered_reuse_is_compared_with_the_prediction(cached: int, outcome: s
         assert router.sample("token_count_mismatches_total", worker="w0") == 0
         assert router.sample("e2e_seconds_count", worker="w0") == 1
         (row,) = router.get("/workers/w0")["workers"]
-        assert row["reuse"] == {"predicted_tokens": PREDICTED, "delivered_tokens": cached, "answers": 1}
+        assert row["reuse"] == {
+            "predicted_tokens": PREDICTED,
+            "delivered_tokens": cached,
+            "answers": 1,
+            "prompt_tokens": 99,
+        }
         # An answer that comes as a whole has no first token.
         assert router.sample("ttft_seconds_count", worker="w0") == 0
         (placed,) = router.placer.placed

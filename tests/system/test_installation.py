@@ -152,7 +152,7 @@ def test_a_development_install_compiles_only_what_changed(tmp_path: Path) -> Non
 
 @pytest.mark.smoke
 def test_make_demo_compiles_nothing_and_uses_what_is_installed(tmp_path: Path) -> None:
-    demo = ["make", "--dry-run", f"VENV={tmp_path}", "demo"]
+    demo = ["make", "--dry-run", "--no-print-directory", f"VENV={tmp_path}", "demo"]
     fresh = run(demo, cwd=ROOT)
     assert "KVROUTER_COMPILE=0" in fresh and "Cython" not in fresh
     (tmp_path / "installed").touch()

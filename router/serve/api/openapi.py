@@ -226,7 +226,9 @@ def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
             _illustrate(operation, EXAMPLES.get((method.upper(), path)))
     _, schemas = msgspec.json.schema_components(SCHEMAS, ref_template=SCHEMA_REF)
     components = openapi.setdefault("components", {})
-    components["schemas"] = schemas
+    # FastAPI describes the choices of parameters by reference. Its other schemas are those of its own answer to 422.
+    choices = {name: schema for name, schema in components.get("schemas", {}).items() if "enum" in schema}
+    components["schemas"] = schemas | choices
     if needs_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         openapi["security"] = [{"key": []}]
