@@ -24,7 +24,7 @@ help:
 	@echo "make floods       one bad event source, many idle clients of /events: memory, descriptors and latency (minutes)"
 	@echo "make live-proof  power failures, lost stores and restarts: no router says live without proof"
 	@echo "make choice-live  the choice over HTTP: cold chats, a popular system prompt, a restart; by policy, sim or vLLM"
-	@echo "make fault-walk   each fault of an operator, and what kvrouter doctor says of it, how soon (minutes)"
+	@echo "make fault-walk   make each mistake of an operator, and check what kvrouter doctor finds and how soon (minutes)"
 	@echo "make lint         ruff, mypy, spelling and plain words"
 	@echo "make chart-readme renew the table of values in the Helm chart's README"
 	@echo "make bench-peers  beside dynamo.indexer, dynamo.select_service, vllm-router and llm-d's layout in Redis"
@@ -34,20 +34,20 @@ help:
 	@echo "make lock         renew requirements-test.lock, and those of the image, with hashes"
 	@echo "make sbom         what is in the router's image, as CycloneDX: build/sbom.json"
 	@echo "make image-check  the steps of the router's image in a chroot of Debian's packages (root, debootstrap)"
-	@echo "make release-check  build a release twice, compare, install it in every Python here, chart, SBOM, image: build/release"
+	@echo "make release-check  build a release twice and compare, install it in every Python here, check chart, SBOM and image"
 	@echo "make clean        remove .venv and caches"
 
 # Strict editable installs link the files that exist now, so a new file needs a new install.
 SOURCES := setup.py $(shell find client contract events router engine_patch simulator replay shadow -path '*/build' -prune -o '(' -name '*.py' -o -name '*.p[yx][xd]' -o -name '*.h' ')' -print)
 
-# What builds the distributions ([build-system] of pyproject.toml). It stands in $(VENV), so that no build makes an
-# environment of its own; the pip that a venv brings is new enough.
+# The packages that build the distributions ([build-system] of pyproject.toml). They are installed into $(VENV), so that no
+# build makes an environment of its own; the pip that a venv brings is new enough.
 BUILD_TOOLS := 'setuptools>=77,<100'
 COMPILER := 'Cython>=3.1,<4'
 EDITABLE := --no-build-isolation $(STRICT)
 
-# What `make demo` and the tutorial need: the router without its compiled modules, so neither gcc nor Cython. Bytecode is
-# made of what the demo imports, when it does, and not of all that is installed.
+# Install the packages that `make demo` and the tutorial need: the router without its compiled modules, so neither gcc nor
+# Cython is needed. Python compiles to bytecode only the modules that the demo imports, not every installed module.
 $(VENV)/runtime: pyproject.toml $(SOURCES)
 	@echo "Installing the router into $(VENV), without compiling its modules: half a minute, or longer with downloads"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -56,7 +56,7 @@ $(VENV)/runtime: pyproject.toml $(SOURCES)
 	@KVROUTER_COMPILE=0 $(PIP) install --no-compile $(EDITABLE) -e .
 	@touch $@
 
-# That with compiled modules, the engine patch, and what development needs.
+# Install the same with compiled modules, and the engine patch and the tools for development.
 $(VENV)/installed: pyproject.toml engine_patch/pyproject.toml $(SOURCES)
 	@echo "Installing the router, the engine patch and what development needs into $(VENV), and compiling the modules that"
 	@echo "changed since the last time: two to four minutes the first time, and then half a minute"
@@ -64,8 +64,9 @@ $(VENV)/installed: pyproject.toml engine_patch/pyproject.toml $(SOURCES)
 	@rm -rf build/__editable__* engine_patch/build
 	@$(PIP) install $(BUILD_TOOLS) $(COMPILER)
 	@$(PIP) install $(EDITABLE) -e '.[dev]' -e ./engine_patch
-# Tests start many processes, and where PYTHONDONTWRITEBYTECODE is set, each would compile what has no bytecode: what pip
-# links, and what `make demo` installed. Packages may have files that this Python cannot read.
+# Tests start many processes. Where PYTHONDONTWRITEBYTECODE is set, each process would compile every module that has no
+# bytecode: the modules that pip links, and those that `make demo` installed. The last command ignores failures,
+# because packages may have files that this Python cannot read.
 	@$(BIN)/python -m compileall -q build/__editable__* engine_patch/build/__editable__*
 	@if test -e $(VENV)/runtime; then $(BIN)/python -m compileall -qq $(VENV)/lib; rm $(VENV)/runtime; fi
 	@touch $@
@@ -213,7 +214,7 @@ sbom: $(VENV)/installed
 image-check: $(VENV)/installed
 	$(BIN)/python -m tests.system.image_chroot $(ARGS)
 
-# What a release makes, from the commit that is checked out, and what it then does on this machine: build/release.
+# Build the files of a release from the commit that is checked out, and try them on this machine (results: build/release).
 # ARGS: --python VERSION, --without distributions|install|chart|sbom|image.
 release-check: $(VENV)/installed
 	$(BIN)/python -m tests.system.release_rehearsal $(ARGS)

@@ -44,7 +44,7 @@ def extensions() -> list[Extension]:
             depends=sorted(map(str, path.parent.glob("*.h"))),
             extra_compile_args=["-O1", "-g", *SANITIZERS] if SANITIZED else ["-O3", "-g0"],
             extra_link_args=SANITIZERS if SANITIZED else [],
-            # Without a compiler the modules run as they stand.
+            # Without a compiler, the Python source of the modules runs instead.
             optional=True,
         )
         for path in sorted([*typed, *Path("router").rglob("*.pyx")])
@@ -52,20 +52,20 @@ def extensions() -> list[Extension]:
 
 
 class BuildChanged(build_ext):
-    """The step that compiles. It keeps what it makes, because a development install builds in a new folder each time."""
+    """The build step that compiles. It keeps its results, because each development install builds in a new folder."""
 
-    # Where it keeps that. Another Cython, other settings and another version of this file have another folder.
+    # The folder with the kept results. Its name depends on the version of Cython, the settings and this file's content.
     folder: Path
 
     def build_extensions(self) -> None:
         """Translate the modules that changed to C, and compile."""
-        # Here, because other steps of a build need no Cython.
+        # Imported here, because other steps of a build need no Cython.
         from Cython import __version__ as cython
         from Cython.Build import cythonize
 
         key = repr((cython, CHECKED, SANITIZED, Path(__file__).read_bytes()))
         self.folder = Path("build", "cython", hashlib.sha256(key.encode()).hexdigest()[:12])
-        # Cython finds what one module takes from another by its full name.
+        # Cython looks for the .pxd file of an imported module under the module's full name.
         names = self.folder / "kvrouter"
         names.mkdir(parents=True, exist_ok=True)
         if not (names / "router").is_symlink():
@@ -82,7 +82,7 @@ class BuildChanged(build_ext):
         super().build_extensions()
 
     def build_extension(self, extension: Extension) -> None:
-        """Compile a module if its C source or a header is newer than what is kept."""
+        """Compile a module if its C source or a header is newer than the kept result."""
         built = Path(self.get_ext_fullpath(extension.name))
         kept = self.folder / "lib" / self.get_ext_filename(extension.name)
         if kept.exists():
@@ -97,7 +97,7 @@ class BuildChanged(build_ext):
         shutil.copy2(built, kept)
 
     def get_output_mapping(self) -> dict[str, str]:
-        """Return what a development install links, without the modules that could not be compiled."""
+        """Return the files that a development install links, without the modules that could not be compiled."""
         return {built: linked for built, linked in super().get_output_mapping().items() if Path(built).exists()}
 
 

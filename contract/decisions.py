@@ -28,13 +28,13 @@ class Proof(StrEnum):
 
 
 class Wanted(StrEnum):
-    """The decisions that a list is limited to."""
+    """The kinds of decisions to which a list can be limited."""
 
-    # The engine reported another reuse than was predicted.
+    # The engine reported a reuse that differs from the predicted one.
     WRONG = "wrong"
     # The chosen worker reuses less than another one would.
     LOST = "lost"
-    # The request had another end than an answer; clients that went away are not counted.
+    # The request did not end with an answer; requests whose client went away are not counted.
     FAILED = "failed"
 
 
@@ -133,5 +133,5 @@ class DecisionsReply(msgspec.Struct, frozen=True):
     decisions: Annotated[list[DecisionReply], Meta(description="the newest first")]
     kept: Annotated[int, Meta(description="decisions that are kept")] = 0
     searched: Annotated[
-        int, Meta(description="how many of them were looked at, the newest first; at most 10,000 of each process")
+        int, Meta(description="how many of them were searched, the newest first; at most 10,000 of each process")
     ] = 0

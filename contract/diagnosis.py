@@ -21,7 +21,7 @@ class Severity(StrEnum):
     NOTE = "note"
 
 
-# Descriptions of fields that findings and explanations have.
+# Descriptions of the fields that findings and explanations share.
 CODE, SEVERITY, PROBLEM = "the kind of problem", "error, warning or note", "what is wrong"
 
 
@@ -49,7 +49,7 @@ class DiagnosisReport(msgspec.Struct, frozen=True):
 
 
 class ExplainedCode(msgspec.Struct, frozen=True):
-    """The meaning of one code in general."""
+    """The general explanation of one code."""
 
     code: Annotated[str, Meta(description=CODE)]
     severity: Annotated[Severity, Meta(description=f"{SEVERITY}, in most cases")]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The traffic of the last day in steps, and what routing saved day by day: the answers of `/history` and `/savings`."""
+"""The traffic of the last day in steps, and the savings of each day: the answers of `/history` and `/savings`."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-# The meaning of each sum, in a step and over the whole range.
+# The description of each sum, which holds for one step and for the whole range.
 REQUESTS = "requests that ended: proxied ones, and choices whose end a client reported"
 FAILED = "those of them that failed: a status of 500 or more, or an answer that broke off; not clients that hung up"
 PROMPT_TOKENS = "tokens of the prompts that were answered"
-DELIVERED_TOKENS = "tokens of prompts that engines report as reused, where a prediction stands beside the report"
+DELIVERED_TOKENS = "prompt tokens that engines report as reused, over the answers for which there is also a prediction"
 PREDICTED_TOKENS = "tokens that were predicted to be reused, for the same answers"
-POSSIBLE_TOKENS = "tokens that the worker with the longest hit of all would have reused, over all choices"
+POSSIBLE_TOKENS = "tokens that the worker with the longest hit would have reused, over all choices"
 CHOSEN_TOKENS = "tokens that the chosen worker was predicted to reuse, over the same choices"
 SAVED_S = (
-    "seconds of prefill that were not computed, by measured speeds: the worker's, else its model's, else the fleet's; "
-    "tokens wait until a speed is known, and count then"
+    "seconds of prefill that reuse saved, at measured speeds: the worker's, else its model's, else the fleet's; "
+    "reused tokens are counted only once a speed is known"
 )
-TTFT_P50_S = "median of the seconds to the first event of streamed answers; null without one"
-TTFT_P95_S = "the seconds within which 95 of 100 streamed answers sent their first event; null without one"
+TTFT_P50_S = "median of the seconds to the first event of streamed answers; null if no answer was streamed"
+TTFT_P95_S = "seconds within which 95 of 100 streamed answers sent their first event; null if no answer was streamed"
 
 
 class HistorySeries(msgspec.Struct, frozen=True):
-    """The sums of each step, one list for each."""
+    """The sums of each step: a list for each sum, with one value per step."""
 
     requests: Annotated[list[int], Meta(description=REQUESTS)]
     failed: Annotated[list[int], Meta(description=FAILED)]
@@ -72,26 +72,26 @@ class HistoryReply(msgspec.Struct, frozen=True):
 
 
 class SavedDay(msgspec.Struct, frozen=True):
-    """One model on one day."""
+    """The savings of one model on one day."""
 
     day: Annotated[str, Meta(description="the day in UTC, like 2026-11-27")]
     model: Annotated[str, Meta(description="the model's name; `other` for those beyond the first 16")]
     requests: Annotated[int, Meta(description=REQUESTS)]
     prompt_tokens: Annotated[int, Meta(description=PROMPT_TOKENS)]
     reused_tokens: Annotated[
-        int, Meta(description="tokens of them that were not computed: as engines report, else as predicted")
+        int, Meta(description="prompt tokens that were not computed: as engines report, else as predicted")
     ]
     round_robin_tokens: Annotated[
         int,
         Meta(
-            description="an estimate of the tokens that would not have been computed with the same prompts sent to the workers "
-            "in turn"
+            description="an estimate of the tokens that would not have been computed if the same prompts had been sent "
+            "to the workers in turn"
         ),
     ]
     saved_s: Annotated[float, Meta(description=SAVED_S)]
 
 
 class SavingsReply(msgspec.Struct, frozen=True):
-    """What was not computed, by day and model, over all routers on the store."""
+    """The prompt tokens that were not computed, by day and model, over all routers on the store."""
 
     days: Annotated[list[SavedDay], Meta(description="the newest day first; days without traffic are absent")]

@@ -41,7 +41,7 @@ LIFECYCLE = "schedulable; incomplete: without a url, or draining; unschedulable:
 EVENTS_ENDPOINT = "the ZMQ address of the engine's KV events"
 REGISTERED_REPLAY = "the ZMQ address of the engine's replay socket"
 REGISTERED_BLOCK_SIZE = "tokens in a block, as registered"
-NOTE = "what the engine did not report, and what follows from that; or what was left out of the url"
+NOTE = "what the engine did not report, and the consequence; or which part of the url was left out"
 
 
 class GroupBody(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -211,11 +211,11 @@ class DescribedReply(RegisteredReply, frozen=True, kw_only=True, omit_defaults=T
 
 
 class ChangedReply(DescribedReply, frozen=True, kw_only=True, omit_defaults=True):
-    """The answer to a change of a worker: also the worker's state. Of several ranks, the first is described."""
+    """The answer to a change of a worker, with the worker's state. If several ranks changed, it describes the first."""
 
     state: fields.State
     draining: Annotated[bool, Meta(description="whether a client or the source wants it to get no new requests")]
     draining_s: Annotated[
         float | None,
-        Meta(description="for how many seconds it has been draining, as far as this process knows; null: it does not"),
+        Meta(description="seconds that it has been draining, as far as this process knows; null if it is not draining"),
     ]

@@ -12,4 +12,6 @@ from msgspec import Meta
 class SettingsReply(msgspec.Struct, frozen=True):
     """The settings with which the process was started."""
 
-    settings: Annotated[dict[str, Any], Meta(description="each by its name; secrets and passwords are `***`")]
+    settings: Annotated[
+        dict[str, Any], Meta(description="the value of each setting by its name; secrets and passwords are `***`")
+    ]

@@ -124,7 +124,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     )
     draining_s: Annotated[
         float | None,
-        Meta(description="for how many seconds it has been draining, as far as this process knows; null: it does not"),
+        Meta(description="seconds that it has been draining, as far as this process knows; null if it is not draining"),
     ] = None
     closed: Annotated[str, Meta(description="why it takes no requests now, for whatever reason; empty if it does")] = ""
     role: Annotated[str, Meta(description="both, prefill or decode")] = "both"

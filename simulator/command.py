@@ -27,7 +27,7 @@ from kvrouter.simulator.http.server import ANY_PORT, ReplicaServer, ServerThread
 
 DEFAULT = Timing()
 MAX_PORT = 65_535
-# Help is as wide as the terminal, up to this; without this, it is never wider than 80.
+# The help text is as wide as the terminal, up to this number of columns; by default it is never wider than 80.
 HELP_MAX_WIDTH = 160
 
 

@@ -34,7 +34,7 @@ class KVCache:
             num_blocks: Blocks of the pool, the null block included.
             chunk_tokens: The most tokens that a step computes.
             max_text_tokens: The length of the longest text that is served.
-            keeps_blocks: Whether later requests can reuse blocks. Otherwise none becomes findable.
+            keeps_blocks: Whether later requests can reuse blocks. If not, no block is ever registered under its hash.
         """
         self.geometry = geometry
         self.pool = BlockPool(num_blocks)

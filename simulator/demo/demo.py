@@ -152,7 +152,7 @@ class Demo:
         return row
 
     def _complete(self, url: str, tokens: list[int], max_tokens: int) -> int:
-        """Send a prompt and return the reused tokens. Its answer is a stream, so that its first token has a time."""
+        """Send a prompt and return the reused tokens. The answer is streamed, so that its first token can be timed."""
         stream = {"stream": True, "stream_options": {"include_usage": True}}
         body = {"model": self._model, "prompt": tokens, "max_tokens": max_tokens, **stream}
         answer = call(f"{url}/v1/completions", body)

@@ -28,7 +28,7 @@ REQUEST_S = 30.0
 LOG_LINES = 20
 
 
-# The beginning of an event, and the end of a stream, as the engines write them.
+# The bytes that begin an event and those that end a stream, as the engines write them.
 EVENT, DONE = b"data: ", b"data: [DONE]\n\n"
 
 
@@ -43,7 +43,7 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 def call(url: str, body: object = None) -> Any:
     """Return the decoded JSON reply to a GET, or a POST if there is a body. Raises DemoFailed if that fails.
 
-    Of a stream of events, the last one before `[DONE]` is returned.
+    If the reply is a stream of events, return the last event before `[DONE]`.
     """
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json"})
@@ -57,7 +57,7 @@ def call(url: str, body: object = None) -> Any:
 
 
 def _last_event(content: bytes) -> bytes:
-    """Return the data of the last event of a stream, or the content unchanged if it is no stream."""
+    """Return the data of a stream's last event before `[DONE]`, or the content unchanged if it is not a stream."""
     events = content.removesuffix(DONE).rstrip().rpartition(EVENT)
     return events[2] if content.startswith(EVENT) else content
 

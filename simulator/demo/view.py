@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's output: an opening, the verdict, and a table if wanted. Colour on a terminal, plain text elsewhere."""
+"""The demo's output: an opening, the verdict, and a table with --verbose. Only a terminal gets colours."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class View:
         self._console.print(Text(textwrap.fill(text, WIDTH, subsequent_indent=" " * (indent + 2)), style=style))
 
     def opening(self, shape: str, replicas: int, requests: int, name: str) -> None:
-        """Print what is about to happen. `name` is the trace that the prompts come from, empty if they are made."""
+        """Print what is about to happen. `name` is the trace with the prompts, or "" if they are generated."""
         source = f" of {name}" if name else ""
         self._say(f"kvrouter demo: {requests} prompts{source}, {replicas} replicas of a {shape}-like model", "bold")
         self._say("  Starting the router, with its data in a temporary folder ...")
@@ -69,7 +69,7 @@ class View:
         self._console.print()
 
     def verdict(self, summary: Summary) -> None:
-        """Print whether the predictions were right, and what the choices were worth."""
+        """Print whether the predictions were right, and how many tokens the choices saved."""
         good = summary.exact_prompts == summary.prompts
         self._say(
             f"{summary.exact_checked} of {summary.checked} predictions were exact: {summary.prompts} prompts, each predicted "
@@ -118,7 +118,7 @@ class View:
         )
 
     def _reading(self, row: Row) -> list[str]:
-        """Return how to read a row, by the example of this one."""
+        """Return lines that explain how to read a row, with this row as the example."""
         hit, limit = row.predicted[row.chosen], row.limited_by[row.chosen]
         group = "" if limit is None or self._is_narrow else limit.split()[0]
         limited = f", and that {limit} limits it" if limit and group else ""

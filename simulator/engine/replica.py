@@ -76,7 +76,7 @@ class Replica:
         max_running: int = DEFAULT_MAX_RUNNING,
         max_text_tokens: int = DEFAULT_MAX_TEXT_TOKENS,
         hash_seed: str = DEFAULT_SEED,
-        # Whether blocks can be reused, as with vLLM's --enable-prefix-caching.
+        # Whether later requests can reuse blocks, as with vLLM's --enable-prefix-caching.
         prefix_caching: bool = True,
         sample: Callable[[Sequence[int]], int] = next_token,
     ) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags of `vllm serve` that decide what a router can learn from an engine."""
+"""The flags of `vllm serve` that determine what a router can learn from an engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvrouter.simulator.cache.hashing import DEFAULT_SEED
 
 
 class EngineFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """The flags of one engine process. The defaults are those that a router needs."""
+    """The flags of one engine process. The defaults are the values that a router needs."""
 
     # --kv-events-config: whether events are published.
     kv_events: bool = True

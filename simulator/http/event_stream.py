@@ -73,7 +73,7 @@ class EventStream:
             publisher: Sends the batches.
             clock: Wall clock in seconds, for the timestamps of batches.
             dp_rank: The data-parallel rank in each batch.
-            is_published: Whether anything is sent. The publisher's sockets stay open without it.
+            is_published: Whether events are sent. The publisher's sockets are open in either case.
         """
         self._geometry = geometry
         self._publisher = publisher

@@ -30,7 +30,7 @@ class Faults(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defa
     fail_status: Annotated[int, msgspec.Meta(ge=400, le=599)] | None = None
     # /health answers 503 while true.
     unhealthy: bool | None = None
-    # Requests below /v1 need one of these keys and get 401 without it, as with vLLM's --api-key; an empty list ends that.
+    # Requests below /v1 without one of these keys get 401, as with vLLM's --api-key. An empty list turns the check off.
     api_keys: tuple[str, ...] | None = None
     # Starts a new life: the cache is empty, the event stream begins at 0, running requests lose their connection, and
     # for `down_s` every connection is closed without an answer.

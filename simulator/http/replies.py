@@ -73,8 +73,8 @@ class Answer:
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> dict[str, Any]:
     """Return the usage of a request.
 
-    `cached_tokens` of the prompt were not computed; None: this is not reported (vLLM without
-    --enable-prompt-tokens-details).
+    `cached_tokens` is how many tokens of the prompt were not computed, or None to leave that out of the reply, as vLLM
+    does without --enable-prompt-tokens-details.
     """
     return {
         "prompt_tokens": prompt_tokens,

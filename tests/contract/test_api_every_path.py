@@ -179,6 +179,12 @@ def test_two_apps_in_one_process_share_nothing() -> None:
     assert second_registry.get_sample_value("kvrouter_requests_total", {"path": "/query", "code": "401"}) is None
 
 
+@pytest.mark.parametrize("path", ["/workers?model=a&model=b", "/loads?model=&model="])
+def test_a_parameter_that_is_given_twice_is_refused(core: TinyCore, path: str) -> None:
+    answer = call(build(core)[0], "GET", path)
+    assert answer.status == 400 and "given twice" in answer.json()["error"]["message"]
+
+
 def test_the_version_is_answered(core: TinyCore) -> None:
     answer = call(build(core)[0], "GET", "/version").json()
     assert answer["name"] == "hybrid-kv-router"

@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from tests.support.fake_engine import FULL, MAMBA, SLIDING, FakeEngine, hashes, placeholder, prompt, removed, stored
+from tests.support.fleet import until
 from tests.support.router_process import RouterProcess
 
 TOKENS = prompt(1)
@@ -214,8 +215,10 @@ def test_ties_do_not_always_go_to_the_first_worker(fleet: Fleet) -> None:
 def test_a_wrong_seed_is_not_silent(fleet: Fleet) -> None:
     engine = fleet.add("w1")
     chain = [block_hash ^ 0xFF for block_hash in CHAIN]
-    row = fleet.seen("w1", engine.publish(stored(TOKENS, 0, 12, chain=chain)))
-    assert row["state"] == "unhashable" and "none_hash" in row["reason"]
+    fleet.seen("w1", engine.publish(stored(TOKENS, 0, 12, chain=chain)))
+    # It may still be catching up in the moment in which the batch is seen.
+    row = until(lambda: (row := fleet.row("w1"))["state"] == "unhashable" and row, "it is unhashable")
+    assert "none_hash" in row["reason"]
     health = fleet.router.request("GET", "/health")
     assert health["status"] == "degraded" and any("unhashable" in reason for reason in health["reasons"])
     assert fleet.ask() == {"w1": 0}

@@ -107,7 +107,7 @@ class Client:
         try:
             return msgspec.json.decode(self._answer(method, path, body))
         except msgspec.DecodeError:
-            raise ClientError(f"what listens on {self.url} is no router: its answer is no JSON; check --url") from None
+            raise ClientError(f"the server at {self.url} is no router: its answer is not JSON; check --url") from None
 
     def text(self, path: str) -> str:
         """Return the text at a path. Raises ClientError."""

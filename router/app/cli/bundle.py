@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvrouter doctor --bundle FILE`: one archive with what is needed to look into a wrong prediction.
+"""`kvrouter doctor --bundle FILE`: one archive with everything that is needed to investigate a wrong prediction.
 
-It has what the router shows of itself, and neither prompts nor secrets.
+It contains answers of the router's API, and neither prompts nor secrets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.redaction import redacted, redacted_text
 from kvrouter.router.base.common.version import VERSION
 
-# The answers of the router that are put in as they are, by the name of the file.
+# The paths whose answers are archived, by the name of the file. Only secrets are replaced.
 JSON_PATHS = {
     "version.json": "/version",
     "settings.json": "/settings",
@@ -34,21 +34,21 @@ JSON_PATHS = {
     "health.json": "/health",
     "store.json": "/store",
 }
-# The last decisions are put in, and of earlier ones those whose prediction was wrong. A decision with its candidates
-# takes some kB per worker.
+# The archive has the last decisions, and earlier ones only if their prediction was wrong, because a decision with its
+# candidates takes some kB per worker.
 MAX_LISTED, MAX_LAST, MAX_WRONG = 1_000, 50, 50
 
 README = """\
 A report of kvrouter about a router and its fleet, made by `kvrouter doctor --bundle`.
 
 It has no prompt, no token ids, no API key and no seed of block hashes. Ids of sessions are numbered. It names the
-workers, their addresses and the requests' ids: look through it before you give it away.
+workers, their addresses and the requests' ids: look through it before you share it.
 
 diagnosis.json  what `kvrouter doctor` found
 decisions.json  the last decisions with their candidates, and those whose prediction was wrong
 command.json    where and when this was made
 metrics.txt     GET /metrics
-The others are the router's answers to the path of their name.
+Each other file is the router's answer to the path with the file's name, such as GET /workers.
 """
 
 
@@ -60,7 +60,7 @@ class BundleMember(msgspec.Struct, frozen=True):
 
 
 def write_bundle(client: Client, file: Path, *, force: bool, progress: Callable[[str], None]) -> list[BundleMember]:
-    """Write the archive, and return what is in it. Raises SettingError and ClientError.
+    """Write the archive, and return its files. Raises SettingError and ClientError.
 
     Args:
         client: The client of the router.
@@ -70,7 +70,7 @@ def write_bundle(client: Client, file: Path, *, force: bool, progress: Callable[
     """
     if file.exists() and not force:
         raise SettingError(f"--bundle {file}: it exists; name another file, or pass --force to replace it")
-    # A router that does not answer has nothing to report, and the message says what to do.
+    # Stop here if the router does not answer: the archive would be empty, and the ClientError says what to do.
     client.call("GET", "/version")
     members = list(_members(client, progress))
     try:
@@ -81,7 +81,7 @@ def write_bundle(client: Client, file: Path, *, force: bool, progress: Callable[
 
 
 def _write(file: Path, members: list[BundleMember]) -> None:
-    """Write the archive beside its place and move it there, so that no part of one is ever found."""
+    """Write the archive to a temporary file in the same folder and rename it, so that no partial archive is seen."""
     number, name = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
     temporary = Path(name)
     try:
@@ -116,7 +116,7 @@ def _reader(client: Client, path: str) -> Callable[[], Any]:
 
 
 def _tried(read: Callable[[], Any]) -> Any:
-    """Return what `read` returns, or the error in its place, such as that of a path that the key may not read."""
+    """Return the result of `read`, or its error as JSON, such as the error for a path that the key may not read."""
     try:
         return read()
     except ClientError as error:
@@ -138,7 +138,7 @@ def _command(client: Client) -> dict[str, Any]:
 
 
 def _decisions(client: Client) -> list[Any]:
-    """Return the chosen decisions in full, the newest first."""
+    """Return the decisions for the archive with their candidates, the newest first."""
     listed = client.call("GET", f"/decisions?limit={MAX_LISTED}")["decisions"]
     wrong = [decision for decision in listed[MAX_LAST:] if _is_wrong(decision)]
     sessions: dict[str, str] = {}
@@ -147,7 +147,7 @@ def _decisions(client: Client) -> list[Any]:
         full = _tried(_reader(client, f"/decisions/{quote(decision['selection_id'], safe='')}"))
         session = full.get("session_id")
         if session is not None:
-            # An id of a client may be a person's name; that two decisions belong to one session is all that matters.
+            # A client's id may be a person's name. Numbers suffice to show which decisions belong to one session.
             full["session_id"] = sessions.setdefault(session, f"session-{len(sessions) + 1}")
         decisions.append(full)
     return decisions

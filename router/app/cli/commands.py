@@ -38,7 +38,7 @@ EXIT_INTERRUPTED = 130
 
 NAME = "kvrouter"
 
-# Help is as wide as the terminal, up to this; without this, it is never wider than 80.
+# The help text is as wide as the terminal, up to this number of columns; by default it is never wider than 80.
 HELP_MAX_WIDTH = 160
 
 app = typer.Typer(
@@ -92,7 +92,7 @@ def run(arguments: list[str] | None = None) -> int:
         code = app(words or ["--help"], prog_name=NAME, standalone_mode=False)
     except UsageProblem as problem:
         message = str(problem.format_message()) if hasattr(problem, "format_message") else str(problem)
-        # The library ends a message with a sentence, or with the question `Did you mean 'workers'?`.
+        # The library's messages end with a full stop, or with the question `Did you mean 'workers'?`.
         ending = " See --help" if message.endswith("?") else "; see --help"
         return _fail(message.rstrip(".") + ending, EXIT_USAGE)
     except SettingError as error:

@@ -18,7 +18,7 @@ def config_schema() -> None:
 
 
 def config_example() -> None:
-    """Show a settings file with comments, to begin with: `kvrouter config example > kvrouter.yaml`."""
+    """Show a settings file with comments to start from: `kvrouter config example > kvrouter.yaml`."""
     print(resources.files("kvrouter.router.model.config").joinpath("example.yaml").read_text(encoding="utf-8"), end="")
 
 

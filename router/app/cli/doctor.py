@@ -29,10 +29,10 @@ def doctor(
     bundle: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="write a zip archive for the report of a wrong prediction, without prompts and keys"
+            metavar="FILE", help="write a zip archive to report a wrong prediction with, without prompts and keys"
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="let --bundle replace a file")] = False,
+    force: Annotated[bool, typer.Option("--force", help="let --bundle replace an existing file")] = False,
     as_json: AsJson = False,
     *,
     client: Client,
@@ -64,7 +64,7 @@ def doctor(
 
 
 def _bundle(client: Client, file: Path, *, force: bool, as_json: bool) -> None:
-    """Write the archive, and print what is in it; the progress goes to stderr."""
+    """Write the archive, and list its files; the progress goes to stderr."""
     from kvrouter.router.app.cli.bundle import write_bundle
 
     def progress(name: str) -> None:
@@ -77,4 +77,4 @@ def _bundle(client: Client, file: Path, *, force: bool, as_json: bool) -> None:
         return
     for name, size in sizes.items():
         print(f"{size:>9,}  {name}")
-    print(f"wrote {printable(str(file))}, {file.stat().st_size:,} bytes; look through it before you give it away")
+    print(f"wrote {printable(str(file))}, {file.stat().st_size:,} bytes; look through it before you share it")

@@ -79,13 +79,13 @@ def diagnose(client: Client, url: str, wall_clock: Callable[[], float]) -> Docto
 
 
 def _version(answer: Any) -> str:
-    """Return the router's version. Engines have the path, too, so the name of the package decides. Raises ClientError."""
+    """Return the router's version. Raises ClientError for another program's: engines have a /version, too."""
     try:
         name, version = answer["name"], str(answer["version"])
     except (KeyError, TypeError):
         name = version = ""
     if name != PACKAGE:
-        raise ClientError(f"what listens there is no router: its /version does not name {PACKAGE}; check --url")
+        raise ClientError(f"the server there is not a router: its /version does not name {PACKAGE}; check --url")
     return version
 
 

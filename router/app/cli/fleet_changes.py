@@ -28,10 +28,10 @@ from kvrouter.router.model.workers.worker_spec import body_of
 Row = dict[str, Any]
 
 ACTIVE, DRAINING = "active", "draining"
-# No worker's id has this end, because `w0@3` names rank 3 of `w0` everywhere.
+# No worker's id ends like this, because `w0@3` names rank 3 of `w0` everywhere.
 RANKED = re.compile(r"(?P<id>.*)@(?P<rank>[0-9]{1,9})", re.DOTALL)
 
-# Hidden, because the list of arguments would show the type of Python, too; the docstrings describe them.
+# Hidden, because typer's list of arguments would also show their Python type. The docstrings describe the arguments.
 Spec = Annotated[str, typer.Argument(metavar="SPEC", hidden=True)]
 Worker = Annotated[str, typer.Argument(metavar="ID", hidden=True)]
 Model = Annotated[
@@ -80,7 +80,7 @@ def add(spec: Spec, as_json: AsJson = False, *, client: Client) -> None:
 
 @with_router
 def remove(worker: Worker, model: Model = None, as_json: AsJson = False, *, client: Client) -> None:
-    """Drop a worker and its index. It gets no new requests; those in flight end as usual.
+    """Remove a worker and its index. It gets no new requests; requests in flight end as usual.
 
     ID is the worker's, as `kvrouter workers` shows it; w0@3 is one rank.
     """
@@ -92,7 +92,7 @@ def remove(worker: Worker, model: Model = None, as_json: AsJson = False, *, clie
 
 @with_router
 def drain(worker: Worker, model: Model = None, as_json: AsJson = False, *, client: Client) -> None:
-    """Give a worker no new requests. Those in flight end as usual; nothing waits for them.
+    """Send a worker no new requests. Requests in flight end as usual; the command does not wait for them.
 
     ID is the worker's, as `kvrouter workers` shows it; w0@3 is one rank.
     """
@@ -105,7 +105,7 @@ def drain(worker: Worker, model: Model = None, as_json: AsJson = False, *, clien
 
 @with_router
 def undrain(worker: Worker, model: Model = None, as_json: AsJson = False, *, client: Client) -> None:
-    """Give a worker requests again.
+    """Send a draining worker requests again.
 
     ID is the worker's, as `kvrouter workers` shows it; w0@3 is one rank.
     """
@@ -151,7 +151,15 @@ def _rows(client: Client, worker_id: str, selection: Row, *, or_none: bool = Fal
 def _print(
     rows: list[Row], loads: list[Row], sentence: Callable[[Row], str], as_json: bool, draining: bool | None = None
 ) -> None:
-    """Print what `sentence` says of each row, or the rows as JSON. `draining` is the new state if it changed."""
+    """Print a sentence for each row, or the rows as JSON.
+
+    Args:
+        rows: The workers as they were listed.
+        loads: The answer of `/loads`.
+        sentence: Returns the sentence for a row.
+        as_json: Whether to print JSON.
+        draining: The value to print in place of each row's `draining`, if the command changed it.
+    """
     from kvrouter.router.app.cli.tables import plain, worker_name
     from kvrouter.router.app.cli.worker_table import loads_by_worker
 

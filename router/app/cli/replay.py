@@ -53,7 +53,7 @@ def replay(
         ),
     ] = None,
     speedup: Annotated[
-        float, typer.Option(metavar="FACTOR", help="factor by which requests come sooner than the trace says")
+        float, typer.Option(metavar="FACTOR", help="factor by which requests arrive faster than in the trace")
     ] = 1.0,
     policy: Annotated[
         list[str] | None, typer.Option(help="may be repeated; round_robin, kv and others unless given", metavar="NAME")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `kvrouter savings`: what was not computed, by day and model."""
+"""The command `kvrouter savings`: the prompt tokens that were not computed, by day and model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvrouter.router.base.common.errors import SettingError
 if TYPE_CHECKING:
     from rich.table import Table
 
-# The days that a router keeps.
+# The number of days that Redis keeps.
 MAX_DAYS = 35
 _SINCE = re.compile(r"([1-9][0-9]?)d?")
 
@@ -35,7 +35,7 @@ def savings(
     *,
     client: Client,
 ) -> None:
-    """Show the prompt tokens that were not computed, by day and model, beside an estimate of round robin."""
+    """Show the prompt tokens that were not computed, by day and model, with an estimate for round robin."""
     days = days_of(since)
     query = {"days": str(days)} | ({} if model is None else {"model": model})
     answer = client.call("GET", f"/savings?{urlencode(query)}")

@@ -23,12 +23,12 @@ UNITS = (("G", 1_000_000_000), ("M", 1_000_000), ("k", 1_000))
 # A scaled value from here on is shown without a digit behind the point.
 HUNDRED = 100
 
-# The columns of candidates with text; those with numbers are aligned to the right.
+# The columns of candidates that contain text. All other columns contain numbers and are aligned to the right.
 LEFT_COLUMNS = ("", "WORKER", "STATE")
 COLUMN_GAP = "  "
-# A reason stands below its row.
+# A reason is printed below its row with this indent.
 REASON_INDENT = 4
-# In a narrower text, lines would consist of single words.
+# Text is not folded more narrowly than this, because lines would then consist of single words.
 MIN_READING_WIDTH = 40
 
 
@@ -76,7 +76,7 @@ def outcome_line(answer: dict[str, Any]) -> str:
 def candidates_text(answer: dict[str, Any], num_tokens: int, width: int) -> Text:
     """Return the candidates in an explained choice as a table, with the chosen one marked; counts are in tokens.
 
-    What limits a candidate's hit is below its row, folded at `width`.
+    The reason that limits a candidate's hit is below its row, folded at `width`.
     """
     rows = [("", "WORKER", *[tier.heading for tier in TIERS], "UNCACHED", "LOAD", "COST", "STATE")]
     chosen = (answer["worker_id"], answer["dp_rank"])

@@ -255,7 +255,7 @@ class Core:
         await self.peers.leave()
 
     def apply(self, config: Config) -> None:
-        """Take over the settings that change at run time."""
+        """Apply the settings that can change at run time."""
         self._names.aliases = parse_aliases(config.model_aliases)
         self._names_known = False
         self.peers.settings = agreed_settings(config)

@@ -97,8 +97,8 @@ class Diagnosis:
         """Return the findings, the most severe first.
 
         Args:
-            max_age_s: The last report is returned again if it is not older, so that many pages that look at one fleet
-                do not each connect to all of its endpoints.
+            max_age_s: If the last report is younger than this, it is returned again, so that many open pages do not
+                each make the router connect to all endpoints of the fleet.
         """
         async with self._looking:
             if self._last is None or self._core.now() - self._last[1] >= max_age_s:

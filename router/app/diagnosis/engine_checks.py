@@ -92,12 +92,12 @@ def _of_worker(worker: WorkerFacts) -> Iterator[Finding]:
     if worker.refused_key and not worker.is_down:
         yield found("KV109", worker.name, worker.refused_key)
     if worker.refuses and not (worker.refused_key or worker.unserved):
-        # A missing key and a wrong model are causes with findings of their own.
+        # A missing key or a wrong model explains the refusals, and has a finding of its own.
         yield found(
             "KV112",
             worker.name,
             worker.refuses,
-            f"look into its engine's log for the refused requests, and start it with its peers' version and flags (such as "
+            f"find the refused requests in its engine's log, and start it with its peers' version and flags (such as "
             f"--max-model-len, adapters, tools); compare: curl -s {url}/v1/models",
         )
     if worker.breaker:

@@ -144,7 +144,7 @@ def _of_endpoints(worker: WorkerFacts, snapshot: Snapshot) -> Iterator[Finding]:
 
 
 class _EndpointProblem(NamedTuple):
-    """The problem of one endpoint, and its fix where the engine does not name another endpoint."""
+    """The problem of one endpoint. `fix` applies if the engine does not name other endpoints itself."""
 
     code: str
     evidence: str
@@ -171,7 +171,7 @@ def _problem(registration: Registration, role: str, answer: EndpointAnswer) -> _
 
 
 def _published_elsewhere(worker: WorkerFacts) -> str:
-    """Return the endpoints that the engine names for this worker, if it was registered with others; else ""."""
+    """Return the endpoints that the engine names for this worker, or "" if it names none or the registered ones."""
     registration = worker.registration
     if not worker.published:
         return ""

@@ -31,7 +31,8 @@ def router_findings(snapshot: Snapshot) -> Iterator[Finding]:
     for expiry, severity in ((snapshot.expiry_problem, Severity.ERROR), (snapshot.expiry_caution, Severity.WARNING)):
         if expiry is not None:
             yield found("KV011", "router", expiry, severity=severity)
-    # The load is shared through the store; while the store is away, KV501 reports that. A single router misses nothing.
+    # Routers share their load through the store. While the store is away, KV501 reports that, and a single router has
+    # no load to share.
     is_away = bool(snapshot.store.problem or snapshot.store.unwritten)
     if len(snapshot.routers) > 1 and not is_away:
         for problem in snapshot.load_problems:

@@ -53,7 +53,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     refused_key: str = ""
     # Why no requests are sent to the worker.
     breaker: str = ""
-    # Why it seems to refuse requests that its peers would answer.
+    # A sentence that says how many more requests it refuses than its peers, or "" if it does not.
     refuses: str = ""
     # The problem of the disk that its engine offloads to.
     disk: str = ""
@@ -161,7 +161,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     unready: str = ""
     # Why the present contents of a file with settings, a certificate or keys are not used.
     unused_files: Sequence[str] = ()
-    # The sentences about settings that wait for a restart.
+    # Warnings that name the changed settings that wait for a restart.
     unapplied: Sequence[str] = ()
     # A sentence if the certificate has expired.
     expiry_problem: str | None = None

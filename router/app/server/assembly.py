@@ -115,7 +115,7 @@ class Assembly:
         self._metrics = RouterMetrics(self._registry)
         # Settings come first: a wrong one ends the start before anything is started.
         self.settings = LiveSettings(config, origin, os.environ, self._metrics.http.access.files)
-        # A process that starts again begins with the limits that the settings file has now.
+        # A process that is restarted later begins with the present settings of the file.
         self._config = config = self.settings.config
         self._supervisor = TaskSupervisor(
             clock=time.monotonic, rng=random.Random(), failures=self._registry.task_failures

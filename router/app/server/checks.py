@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A key for each of the most workers, with room for long ones.
+# Enough for one long key for each of the 6,000 workers that a router can follow.
 MAX_KEYS_BYTES = 2 * 1024**2
 
 # The modules of the extra `gateway`.

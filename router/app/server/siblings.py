@@ -26,7 +26,7 @@ from kvrouter.router.observe.decisions.decision_log import DecisionFilter
 ANSWER_TIMEOUT_S = 2.0
 LABEL = "process"
 
-# The name of a decision, "" for the page of metrics, or how many decisions and which.
+# The id of a decision, "" for the page of metrics, or the limit and the filter of a list of decisions.
 SiblingRequest = str | tuple[int, DecisionFilter]
 _decode_request = msgspec.json.Decoder(SiblingRequest).decode
 
@@ -39,8 +39,8 @@ def socket_path(folder: Path, number: int) -> Path:
 class Siblings:
     """This process and the others of one supervisor, by number.
 
-    `own_page` returns this process's metrics, `own_decision` the reply about a decision that it made, or None, and
-    `own_decisions` the reply with its last ones.
+    `own_page` returns this process's metrics, `own_decision` the reply about one decision of this process, or None, and
+    `own_decisions` the reply with its last decisions.
     """
 
     def __init__(self, folder: Path, number: int, count: int, own_page: Callable[[], Awaitable[bytes]]) -> None:
@@ -92,7 +92,7 @@ class Siblings:
         return next((reply for reply in (await self._ask_others(name)).values() if reply), None)
 
     async def decisions(self, most: int, wanted: DecisionFilter) -> list[bytes]:
-        """Return, as JSON, the replies of the other processes with the last decisions that they made."""
+        """Return the other processes' replies with their last decisions, each as JSON."""
         return [reply for reply in (await self._ask_others((most, wanted))).values() if reply]
 
     async def _ask_others(self, request: SiblingRequest) -> dict[int, bytes]:

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 HURRY = signal.SIGINT
 
 
-# The line that a supervisor writes to a process which is to read its files again. It is not a signal, because a process
-# that begins would die of SIGHUP.
+# The line that a supervisor writes to a process to make it read its files again. A signal would not do: SIGHUP ends a
+# process that has not yet installed its handler.
 RELOAD = b"reload\n"
 
 # The interval at which a server that waits for its end checks for a second signal.
@@ -38,7 +38,7 @@ EndBeside: TypeAlias = Callable[[float], Awaitable[None]]
 
 
 def has_terminal() -> bool:
-    """Return whether this process has a terminal, whose end also sends SIGHUP."""
+    """Return whether this process has a controlling terminal, which also sends SIGHUP when it is closed."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
     except OSError:
@@ -116,7 +116,7 @@ class Stopping:
         self._part = part
         self.server: Server | None = None
         self._starting: asyncio.Task[Server] | None = None
-        # Reads the settings and the files that they name again.
+        # Reads the settings file, and the files that the settings name, again.
         self.reload: Callable[[], None] = lambda: None
         self._has_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and has_terminal()
 
@@ -136,16 +136,16 @@ class Stopping:
             self._starting.cancel()
 
     def on_hangup(self) -> None:
-        """Read the files again, or stop as on SIGTERM if the signal came because the terminal is gone."""
+        """Read the files again, or stop as on SIGTERM if the signal came because the terminal was closed."""
         if self._has_terminal and not has_terminal():
             self.on_signal(signal.SIGTERM)
         else:
             self.reload()
 
     def on_supervisor(self) -> None:
-        """Read the files again if the supervisor wrote something, and stop as on SIGTERM if it has gone.
+        """Read the files again if the supervisor wrote a line, and stop as on SIGTERM if it has ended.
 
-        Call it when stdin becomes readable after the order, the first line that the supervisor writes, has been read.
+        Call it when stdin becomes readable, but only after the order, the supervisor's first line, has been read.
         """
         if os.read(sys.stdin.fileno(), len(RELOAD)):
             self.reload()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled modules: those that have a `.pxd` or a `.pyx` beside them.
 
-They are compiled at installation if there is a C compiler, and not with KVROUTER_COMPILE=0. Uncompiled, their Python
-source runs unchanged, up to 270 times slower. With KVROUTER_TEST_UNCOMPILED=1, the source runs even if a compiled module
-exists, so that it can be read, debugged and covered. Tests hold both ways equal.
+They are compiled at installation if there is a C compiler, unless KVROUTER_COMPILE=0 is set. Uncompiled, their Python
+source runs unchanged, up to 270 times slower. With KVROUTER_TEST_UNCOMPILED=1, the source runs even if a compiled
+module exists, so that it can be stepped through, debugged and covered. Tests check that both give equal results.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SourceFinder:
 
 @functools.cache
 def caution() -> str | None:
-    """Return a warning with the fix if modules run uncompiled, which names them if others are compiled; else None."""
+    """Return a warning with the fix if modules run uncompiled, else None. It names them if others are compiled."""
     typed = [path.with_suffix("") for kind in ("*.pxd", "*.pyx") for path in ROUTER.rglob(kind)]
     plain = [path.name for path in typed if not (wanted() and Path(f"{path}{EXTENSION_SUFFIXES[0]}").exists())]
     if not plain:

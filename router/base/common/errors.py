@@ -114,7 +114,7 @@ class UnknownDecision(NotFound, default_code="unknown_decision"):
 
 
 class UnknownCode(NotFound, default_code="unknown_code"):
-    """404: no finding has this code."""
+    """404: no kind of finding has this code."""
 
 
 class MethodNotAllowed(RouterError, status=405, default_code="method_not_allowed"):

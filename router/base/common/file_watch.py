@@ -24,9 +24,9 @@ class FileWatch:
         self._seen: list[_Stamp] | None = None
 
     def due(self, *, at_once: bool = False) -> bool:
-        """Return whether the files are to be read now. Raises OSError if one is missing.
+        """Return whether the files should be read now. Raises OSError if one is missing.
 
-        With `at_once`, a change counts although no poll before saw it.
+        With `at_once`, a change counts even if this poll is the first that sees it.
         """
         try:
             stamps = self._stamps()

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values as they may be shown to anybody: without keys, seeds, passwords, and the contents of prompts. Pure."""
+"""Redaction of values before they are shown: removes keys, seeds, passwords, and the contents of prompts. Pure."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-# Replaces what is not shown.
+# The text that replaces a hidden value.
 HIDDEN = "***"
 
-# Fields whose values are not shown. The seeds of block hashes are among them, because whoever knows one can make prompts
-# whose hashes collide.
+# Fields whose values are not shown. The seeds of block hashes are among them, because a person who knows a seed can
+# make prompts whose hashes collide.
 SECRET_FIELDS = frozenset(
     {
         *("api_key", "worker_api_key", "authorization", "password", "cache_salt"),
@@ -23,7 +23,7 @@ _PASSWORD = re.compile(r"(//)[^/@\s]*@")
 
 
 def redacted(value: Any, secrets: tuple[str, ...] = ()) -> Any:
-    """Return a decoded JSON value without what its field names and texts give away.
+    """Return a decoded JSON value with its secret fields, and the secrets within its texts, replaced by `HIDDEN`.
 
     Args:
         value: The value.
@@ -40,7 +40,7 @@ def redacted(value: Any, secrets: tuple[str, ...] = ()) -> Any:
 
 
 def redacted_text(text: str, secrets: tuple[str, ...] = ()) -> str:
-    """Return a text without the passwords of URLs, seeds of block hashes, and these secrets."""
+    """Return a text without passwords in URLs, without seeds of block hashes, and without the given secrets."""
     for secret in filter(None, secrets):
         text = text.replace(secret, HIDDEN)
     return _PASSWORD.sub(rf"\1{HIDDEN}@", _SEED.sub(rf"\1{HIDDEN}", text))

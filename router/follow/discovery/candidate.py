@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker as a source describes it, completed by its engine's answers. Pure but for a line of the log."""
+"""A worker as a source describes it, completed by its engine's answers. Pure, except that it writes a log line."""
 
 from __future__ import annotations
 

@@ -373,5 +373,5 @@ class Discovery:
 
 
 def _correct(source: str, fix: str = "") -> str:
-    """Return how to register a worker of this source, and how to end that it is reported; `fix` is the known way."""
+    """Return how to get a worker of this source registered (`fix`, if known), or how to stop the report about it."""
     return f"{fix or 'fix the cause above'}, or remove the worker from {PLACES.get(source, source)}"

@@ -262,7 +262,7 @@ class EngineProber:
 
 
 def _reason(error: OSError) -> str:
-    # asyncio's own text of a refused connection is "Connect call failed ('10.0.0.5', 8000)".
+    # asyncio's own text for a refused connection, "Connect call failed ('10.0.0.5', 8000)", does not say why.
     code = error.errno
     return os.strerror(code) if code is not None and code in errno.errorcode else str(error.strerror or error)
 

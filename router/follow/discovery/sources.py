@@ -89,7 +89,7 @@ def named_sources(settings: LiveSettings, origin: Origin, environ: Mapping[str, 
 
 
 def _listed(content: FileSettings, *, overridden: bool) -> Sequence[Candidate] | None:
-    """Return the workers that the settings file lists, or None if it has no list or the list does not count.
+    """Return the workers that the settings file lists, or None if it has no list or the list is overridden.
 
     Args:
         content: The settings of the file.

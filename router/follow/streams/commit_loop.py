@@ -194,7 +194,7 @@ class CommitLoop:
     async def _write(self) -> None:
         """Write everything that the store lacks now, and a checkpoint if the log after the last one is long."""
         flush, state = self._next_commit(), self._state_fields()
-        # Only a write shows that a store that was away takes writes again, so an idle worker writes its state once more.
+        # Only a write can show that a store that was away works again, so even an idle worker then writes its state.
         is_state_due = state != self._written_state or self._lease.away
         self._measure_tail(flush, noted=is_state_due)
         residents = self._residents() if self.tail.is_long(self._record.ingest.held.blocks.blocks) else None

@@ -56,7 +56,7 @@ ROUTERS = f"{PREFIX}routers"
 CLAIMS = f"{PREFIX}claims"
 LOADS = f"{PREFIX}loads"
 LOADS_MESSAGE = "m"
-# The traffic has one hash tag, so that a process writes all of it in one transaction.
+# All keys of the history have one hash tag, so that a process can write to them in one transaction.
 _HISTORY = f"{PREFIX}{{history}}:"
 HISTORY_STEPS = f"{_HISTORY}steps"
 HISTORY_MINUTES = f"{_HISTORY}minutes"
@@ -118,12 +118,12 @@ def savings(day: str) -> str:
 
 
 def savings_field(model: str, column: str) -> str:
-    """Return the field of `savings` that stands for a sum of a model."""
+    """Return the field of a day's savings that holds one sum of a model."""
     return f"{_quoted(model)}:{column}"
 
 
 def parse_savings_field(field: bytes) -> tuple[str, str]:
-    """Return the model and the sum of a field of `savings`. Raises ValueError for values that no router writes."""
+    """Return the model and the sum that a field of a day's savings names. Raises ValueError if no router writes it."""
     model, _, column = field.decode("ascii").partition(":")
     if savings_field(_unquoted(model), column) != field.decode("ascii"):
         raise ValueError(f"{field!r} names no sum")
@@ -131,7 +131,7 @@ def parse_savings_field(field: bytes) -> tuple[str, str]:
 
 
 def history_writer(name: str) -> str:
-    """Return the key of the number of the last batch of traffic that a process wrote."""
+    """Return the key that holds the number of the last batch that a process wrote to the history."""
     return f"{_HISTORY}writer:{_quoted(name)}"
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of a running router, of which some change with their file, and the files that they name.
+"""The settings of a running router, and the files that they name.
 
-A change of any other setting is reported by name and waits for a restart.
+Some settings change at once when the settings file changes. A change of any other setting is reported by name and waits
+for a restart.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvrouter.router.model.config.settings import FIELDS, RELOADS, Config
 
 log = logging.getLogger(__name__)
 
-# Enough for thousands of workers; a larger file is no list of settings.
+# Enough for thousands of workers; a larger file is not a settings file.
 MAX_SETTINGS_BYTES = 16 * 1024**2
 WORKERS = "workers"
 
@@ -52,13 +53,13 @@ class LiveSettings:
 
         Args:
             config: The settings of this process.
-            origin: The source of `config`; None: it has no file.
+            origin: The source of `config`, or None if it does not come from a file.
             environ: The environment variables.
-            metrics: The metrics of files; None: nobody looks at them.
+            metrics: The metrics of files, or None to count nothing.
         """
         self.config = config
         self.files = ReloadedFiles(metrics)
-        # The settings that differ from those of the start and need a restart, sorted.
+        # The names of the settings that now differ from the start and need a restart, sorted.
         self.waiting: list[str] = []
         self._origin = origin or Origin()
         self._environ = environ or {}
@@ -81,12 +82,13 @@ class LiveSettings:
         """Return a warning that names the changed settings that wait for a restart, if there are any."""
         if not self.waiting:
             return []
-        return [
-            f"{self._origin.file} has other values than at the start, of {', '.join(self.waiting)}: restart the router"
-        ]
+        return [f"{self._origin.file} has changed since the start, in {', '.join(self.waiting)}: restart the router"]
 
     def _read(self, path: Path) -> FileSettings:
-        """Return the settings as at a start, with the same flags and environment. Raises OSError and SettingError."""
+        """Return the settings that a start would read now, with the same flags and environment.
+
+        Raises OSError and SettingError.
+        """
         text = read_text(path, MAX_SETTINGS_BYTES)
         if self.file is not None and not text.strip():
             # A writer that does not rename leaves the file empty for a moment.
@@ -107,9 +109,10 @@ class LiveSettings:
             if waiting:
                 log.warning("settings changed: restart the router to apply them", extra={"settings": waiting})
             else:
-                log.info("settings are again what they were at the start")
+                log.info("settings are the same as at the start again")
         changed = {
-            # The source of workers applies these (`router/follow/discovery/sources.py`), in one process of several.
+            # WORKERS is left out, because the source of workers applies it (`router/follow/discovery/sources.py`), and
+            # only in the first process.
             name: getattr(config, name)
             for name in RELOADS - {WORKERS}
             if getattr(config, name) != getattr(self.config, name)

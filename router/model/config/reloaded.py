@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that are read from files, and read again when these change or when the operator wants it.
+"""Values that are read from files, and read again when the files change or on SIGHUP.
 
 The previous value stays in use while the files are unusable.
 """
@@ -38,12 +38,12 @@ def read_text(file: Path, max_bytes: int) -> str:
         raise SettingError(f"{file} is not UTF-8; write it as text") from None
 
 
-# What came of a change of a file.
+# The outcomes of a change of a file.
 TAKEN, REFUSED = "taken", "refused"
 
 
 class ReloadMetrics:
-    """The metrics of files that are read again. Their names are older than the files beside those of access."""
+    """The metrics of files that are read again. Their prefix `access_` is older than the files of other parts."""
 
     def __init__(self, registry: MetricRegistry) -> None:
         self.stale = registry.gauge(
@@ -77,9 +77,9 @@ class Reloaded(Generic[T]):
             name: The value's name in metrics and logs.
             paths: The files to watch.
             read: Reads the files; raises OSError and SettingError. It runs in a thread and may hang.
-            metrics: The metrics of files; None: nobody looks at them.
-            former: The value to use if the files cannot be used now; None: there is none.
-            hang_s: The seconds that reading may take before that is a problem.
+            metrics: The metrics of files, or None to count nothing.
+            former: The value to use if the files cannot be used now, or None to raise SettingError then.
+            hang_s: The seconds after which a read that has not finished is reported as a problem.
         """
         self._name = name
         self._paths = paths
@@ -89,15 +89,15 @@ class Reloaded(Generic[T]):
         self._watch = FileWatch(*paths)
         self._changed = HangingCall(f"read {name}", self._read_changed)
         self._looking = asyncio.Lock()
-        # Whether the look under way reads a change that no earlier look has seen.
+        # Whether the present look reads a change even if it is the first to see it.
         self._at_once = False
         self._subscribers: list[Callable[[], None]] = []
         # Set to have the files read at once, changed or not.
         self.wanted = asyncio.Event()
-        # Whether `ReloadedFiles.problems` has this file's problem; otherwise another part of the router reports it.
+        # Whether `ReloadedFiles.problems` includes this file's problem; if not, another part of the router reports it.
         self.is_reported = True
         self.problem = ""
-        # The problem that the last look found that got an answer.
+        # The problem that the last look found, not counting looks at which reading hung.
         self._file_problem = ""
         self._show_stale()
         if metrics is not None:
@@ -128,7 +128,8 @@ class Reloaded(Generic[T]):
     async def look(self, *, at_once: bool = False) -> bool:
         """Read the files again if they changed, and return whether there is a new value.
 
-        A failure sets `problem` and returns False. With `at_once`, a change counts although no look before saw it.
+        A failure sets `problem` and returns False. With `at_once`, a change counts even if this look is the first that
+        sees it.
         """
         async with self._looking:
             self._at_once = at_once
@@ -187,13 +188,13 @@ class Reloaded(Generic[T]):
         return f"cannot read {', '.join(map(str, self._paths))}: no answer in {self._hang_s:g} s"
 
     def _answers_again(self) -> None:
-        """Note that the files hung and have not changed: they have the problem that they had before."""
+        """Restore the earlier problem, if any: reading no longer hangs, and the files have not changed."""
         self.problem = self._file_problem
         self._show_stale()
         log.info("answers again, unchanged", extra={"file": self._name})
 
     def _show_stale(self, outcome: str = "") -> None:
-        """Show whether there is a problem, and count the outcome of a change, if there was one."""
+        """Set the metric of stale files, and count the outcome of a change, if there was one."""
         if self._metrics is not None:
             self._metrics.stale.labels(self._name).set(int(bool(self.problem)))
             if outcome:
@@ -204,7 +205,9 @@ class Reloaded(Generic[T]):
             return
         self.problem = problem
         self._show_stale(REFUSED)
-        log.warning("a file cannot be used; the former is", extra={"file": self._name, "problem": problem})
+        log.warning(
+            "a file cannot be used; its former content stays in use", extra={"file": self._name, "problem": problem}
+        )
 
 
 def _place(error: OSError) -> str:

@@ -28,7 +28,7 @@ EPP_PORT = 9_002
 # Types that several settings share.
 File = Annotated[Annotated[str, Meta(min_length=1)] | None, Meta(extra={"metavar": "FILE"})]
 Key = Annotated[Annotated[str, Meta(pattern=r"^[\x21-\x7e]+$(?!\n)")] | None, Meta(extra={"metavar": "KEY"})]
-# Links that a browser opens: no other scheme, as javascript: would run in the page.
+# Links that the page shows. Other schemes are refused, because a javascript: link would run in the page.
 Link = Annotated[str, Meta(pattern=r"^https?://[^\s<>]+$(?!\n)")] | None
 TraceLink = Annotated[str, Meta(pattern=r"^https?://[^\s<>]*\{(trace_id|request_id)\}[^\s<>]*$(?!\n)")] | None
 Switch = Annotated[Literal["off", "on"], Meta(extra={"metavar": "off|on"})]
@@ -458,8 +458,8 @@ def _metadata(name: str) -> msgspec.inspect.Metadata:
     return info
 
 
-# Settings of which a change in the settings file is applied without a restart: those that are read at each use. A
-# setting that sizes something at the start, or that other settings depend on, is none of them.
+# The settings whose changes in the settings file are applied without a restart: those that are read at each use.
+# Settings that size something at the start, or on which other settings depend, are not among them.
 RELOADS = frozenset(name for name in FIELDS if reloads(name))
 
 

@@ -3,7 +3,7 @@
 
 A client that may register a worker names the address to which the key would be sent, so it could read the key there.
 Therefore a key is sent only to hosts that `allow_hosts` lists, and to engines that the operator named by a flag, a file,
-or a label in Kubernetes. Registrations have the name of a key, never the key.
+or a label in Kubernetes. A registration contains the name of its key, never the key.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHOWN_WORKERS = 5
 
 # The name of the key for workers that name none.
 DEFAULT = "default"
-# One for each of the most workers that a router follows.
+# One key for each worker, at the largest value of `max_workers`.
 MAX_KEYS = 6_000
 FORM = 'write lines like `default: "KEY"` and `NAME: "KEY"`'
 
@@ -55,7 +55,7 @@ def parse_engine_keys(text: str, where: str) -> dict[str, str]:
     if not isinstance(content, dict) or not content:
         raise SettingError(f"{where} lists no keys: {FORM}")
     if len(content) > MAX_KEYS:
-        raise SettingError(f"{where} lists {len(content)} keys; at most {MAX_KEYS} are taken")
+        raise SettingError(f"{where} lists {len(content)} keys; at most {MAX_KEYS} are allowed")
     for number, (name, key) in enumerate(content.items(), 1):
         if not isinstance(name, str) or key_name_problem(name):
             raise SettingError(f"{where}: the name of key {number} has other characters than letters, digits and ._-")
@@ -65,7 +65,7 @@ def parse_engine_keys(text: str, where: str) -> dict[str, str]:
 
 
 class EngineKey:
-    """The engines' API keys, and the origins that get one according to the present registrations."""
+    """The engines' API keys, and the origins to which the present registrations allow one to be sent."""
 
     def __init__(
         self, key: str | None, allowed: AllowList, registrations: Callable[[], Sequence[Registration]] = tuple
@@ -82,22 +82,22 @@ class EngineKey:
         self.registrations = registrations
         self._seen: Sequence[Registration] | None = None
         self._named: frozenset[Origin] = frozenset()
-        # The key's name of each origin whose registration has one.
+        # The name of the key for each origin whose registration names one.
         self._names: dict[Origin, str] = {}
         self._known: dict[Origin, bool] = {}
-        # Reads the keys again if their file has changed; None: they are in no file.
+        # Reads the keys again if their file has changed. None if they do not come from a file.
         self.reader: Callable[[], Awaitable[object]] | None = None
 
     async def refresh(self) -> None:
-        """Read the keys again if their file has changed, because an engine refuses the one that it got."""
+        """Read the keys again if their file has changed. Call this when an engine refuses the key that it was sent."""
         if self.reader is not None:
             await self.reader()
 
     def take(self, key: str | None, by_name: Mapping[str, str] = NO_KEYS) -> None:
-        """Use other keys from now on.
+        """Replace all keys.
 
         Args:
-            key: The API key of workers that name none, unless `by_name` has one for them, or None.
+            key: The API key of workers that name none, or None. An entry of `by_name` called DEFAULT takes precedence.
             by_name: The keys that workers name.
         """
         keys = ({} if key is None else {DEFAULT: key}) | dict(by_name)
@@ -123,7 +123,7 @@ class EngineKey:
         if not self._headers:
             return None
         self._follow()
-        # An engine whose key is missing gets none: another engine's key would be shown to it.
+        # An engine whose key is missing gets no key at all, because the default key would reveal another engine's key.
         header = self._headers.get(name or self._names.get(origin, DEFAULT))
         if header is None or named or origin in self._named:
             return header
@@ -156,7 +156,7 @@ class EngineKey:
     def health(self) -> list[str]:
         """Return the reasons why engines may answer 401, if some of them get no key."""
         problems = [
-            f"engine key {name} of workers {_listed(workers)} is in no worker_api_keys_file of this router: add it there"
+            f"engine key {name} of workers {_listed(workers)} is not in this router's worker_api_keys_file: add it"
             for name, workers in self.missing().items()
         ]
         workers = self.withheld()
@@ -180,7 +180,7 @@ class EngineKey:
             if registration.source in OPERATORS_SOURCES and registration.url is not None
         )
         self._names.clear()
-        # The operator's own registrations come last, so that they decide which key an origin gets.
+        # The operator's own registrations come last, so that they override those of clients for the same origin.
         for registration in sorted(registrations, key=lambda found: found.source in OPERATORS_SOURCES):
             if registration.url is not None and registration.engine_key is not None:
                 self._names[_origin_of(registration.url)] = registration.engine_key

@@ -24,7 +24,7 @@ STATES = ("active", "draining")
 class ListedWorker(msgspec.Struct, frozen=True):
     """A worker as an entry of a list describes it."""
 
-    # Its model is UNKNOWN_MODEL if the entry names none: the engine is queried for it.
+    # The registration, with UNKNOWN_MODEL if the entry names no model: the engine is queried for it.
     registration: Registration
     # Whether the entry names no rank, so it stands for all ranks of its engine.
     any_rank: bool

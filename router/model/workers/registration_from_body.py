@@ -44,7 +44,7 @@ GROUP_KINDS = (
 )
 
 
-# Not imported from `json_arrays`, which imports numpy: the command line checks a worker without it.
+# Repeated here, because importing it from `json_arrays` would import numpy, which the command line does not need.
 UINT64_MAX = 2**64 - 1
 # As many as an engine with the patch remembers (engine_patch/hooks/event_tap.py).
 MAX_LORAS = 1_024

@@ -28,7 +28,7 @@ MAX_DP_RANK = 65_535
 SHAPE = "[ID=]HTTP_URL[,events=tcp://H:P][,replay=tcp://H:P][,model=NAME][,dp_rank=N][,KEY=VALUE...]"
 HTTP = ("http://", "https://")
 
-# The keys that have another name as fields of `POST /register`.
+# The keys of a SPEC whose fields in `POST /register` have other names.
 REGISTER_NAMES = {"events": "endpoint", "replay": "replay_endpoint", "patch": "patch_endpoint"}
 SPEC_NAMES = {"worker_id": "ID", "url": "HTTP_URL", **{field: key for key, field in REGISTER_NAMES.items()}}
 CATALOG_NUMBERS = ("hash_block_size", "scheduler_block_size", "hash_lookahead_tokens", "offload_blocks_per_chunk")
@@ -193,12 +193,12 @@ def id_from_url(url: str) -> str:
         host_and_port = urlsplit(url).netloc
     except ValueError:
         host_and_port = ""
-    # The check of the address says what is wrong with one that has no host.
+    # An address without a host is returned unchanged: the later check of the address reports what is wrong with it.
     return host_and_port or url
 
 
 def in_words_of_spec(message: str) -> str:
-    """Return an error message about a field of `POST /register` with the name that the field has in a SPEC."""
+    """Return an error message about a field of `POST /register` with the field's name replaced by that in a SPEC."""
     field, separator, rest = message.partition(" ")
     return f"{SPEC_NAMES.get(field, field.removeprefix('catalog.'))}{separator}{rest}"
 

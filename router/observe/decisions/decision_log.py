@@ -25,14 +25,14 @@ from kvrouter.router.route.placement.placement_request import PlacementRequest
 
 # Ten thousand decisions among sixteen workers take 15 MB, among 64 or more 50 MB.
 MAX_BYTES = 32 * 1024**2
-# How many decisions of one process `GET /events` shows in a second, on average and after a pause: more than a person can
-# read, and all of those that arrive together at a router with little traffic.
+# How many decisions of one process `GET /events` shows: per second on average, and at once after a pause. The first is
+# more than a person can read; the second covers all decisions that arrive together at a router with little traffic.
 SHOWN_PER_S = 20.0
 SHOWN_BURST = 20
-# How many kept decisions one search looks at, the newest first: as many as are kept by default. Each takes up to 1 us,
-# during which nothing else is answered.
+# How many kept decisions one search examines, the newest first: as many as are kept by default. Each takes up to 1 us,
+# during which the process answers nothing else.
 MAX_SEARCHED = 10_000
-# The outcomes of requests that neither the router, nor an engine, nor the request itself made fail.
+# The outcomes that do not count as failures: the request was answered, or its client went away.
 UNFAILED = frozenset({"ok", "client_gone"})
 # How many attempts of one request are kept by its id.
 MAX_ATTEMPTS = 8
@@ -47,7 +47,7 @@ _decode_event = msgspec.msgpack.Decoder(FleetEvent).decode
 
 
 class DecisionFilter(msgspec.Struct, frozen=True):
-    """The decisions that a client wants to see. A field that is None admits all."""
+    """The criteria for the decisions that a client wants to see. A field that is None admits all decisions."""
 
     # The id of the chosen worker, or its name in routes.
     worker: str | None = None
@@ -55,7 +55,7 @@ class DecisionFilter(msgspec.Struct, frozen=True):
     only: Wanted | None = None
 
     def wants(self, kept: KeptDecision) -> bool:
-        """Return whether the decision is one of those."""
+        """Return whether the decision meets all criteria."""
         worker, outcome = kept.worker, kept.outcome
         if self.worker is not None and self.worker not in (worker.worker_id, worker.route_name):
             return False
@@ -80,9 +80,9 @@ class KeptDecision(msgspec.Struct, gc=False):
     """One decision as it stands in the log. `data` is a `Decision` as MessagePack."""
 
     data: bytes
-    # The chosen worker. It and `is_lost` spare a search the decoding.
+    # The chosen worker. It is kept beside `data`, like `is_lost`, so that a search need not decode the data.
     worker: WorkerKey
-    # Whether the chosen worker reuses less than another one would.
+    # Whether another worker would reuse more than the chosen one.
     is_lost: bool
     request_id: str = ""
     outcome: Outcome | None = None
@@ -229,7 +229,7 @@ class DecisionLog:
         return None if attempts is None else (self._kept[attempts[-1]], attempts[:-1])
 
     def last(self, most: int, wanted: DecisionFilter = EVERY) -> tuple[list[KeptDecision], int]:
-        """Return up to `most` of the wanted decisions, the newest first, and how many were looked at to find them."""
+        """Return up to `most` of the wanted decisions, the newest first, and how many were examined to find them."""
         found_decisions: list[KeptDecision] = []
         searched = 0
         for kept_decision in islice(reversed(self._kept.values()), MAX_SEARCHED):

@@ -17,5 +17,5 @@ class Watch(NamedTuple):
     decisions: DecisionLog
     # Returns the reply of another process behind this port about a decision; None if no process has it.
     elsewhere: Callable[[str], Awaitable[bytes | None]] | None = None
-    # Returns the replies of the other processes behind this port with their last decisions.
+    # Returns the replies of the other processes on this port, which list their last decisions.
     lists_elsewhere: Callable[[int, DecisionFilter], Awaitable[list[bytes]]] | None = None

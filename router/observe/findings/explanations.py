@@ -15,7 +15,7 @@ from kvrouter.router.base.common.errors import UnknownCode
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.observe.findings.finding import CODES
 
-# How many codes an error suggests, and how much it shows of a name that is none.
+# How many codes an error suggests, and how many characters of an unknown code it shows.
 NEAREST = 3
 SHOWN_CHARS = 20
 
@@ -97,9 +97,9 @@ EXPLANATIONS: dict[str, Explanation] = {
         "-noout -in FILE` shows when a certificate ends.",
     ),
     "KV012": Explanation(
-        "The settings file, with the flags and the environment, has other values than at the start of the router for "
-        "the settings that the evidence names. The router still uses the former ones. Settings that "
-        "docs/reference/settings.md marks as `reloads` were applied.",
+        "The values of the settings that the evidence names have changed in the settings file since the router was "
+        "started. The router still uses the former values. Settings that docs/reference/settings.md marks as `reloads` "
+        "were applied.",
         "Restart the router, or put the former values back.",
     ),
     "KV101": Explanation(
@@ -169,10 +169,11 @@ EXPLANATIONS: dict[str, Explanation] = {
         '/workers/ID` with {"state": "active"}.',
     ),
     "KV112": Explanation(
-        "The worker answered 400 to 499 to at least a tenth of its last requests, and to four times the share "
-        "that the other workers of its model did. Counted are the last 128 answers of ten minutes, from 32 on "
-        "each side; so large a difference is not chance. Its engine has another version or other flags, such as "
-        "a shorter context. Or one client's wrong requests begin alike, so the router sends them to one worker.",
+        "The worker answered at least a tenth of its last requests with a status of 400 to 499, which is at least four "
+        "times the share of the other workers of its model. The last 128 answers of each worker within ten minutes "
+        "count, if there are at least 32 on each side; so large a difference is not chance. Either its engine has "
+        "another version or other flags, such as a shorter context, or one client's wrong requests begin alike, so "
+        "that the router sends them all to one worker.",
         "Find the refused requests in the engine's log. Start the engine with the version and flags of its peers "
         "(`--max-model-len`, adapters, tools, API key). If the requests themselves are wrong, correct their "
         "client.",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The traffic of the last hour in steps of 5 s, and of the last day in minutes, of every model. Pure.
+"""The traffic of every model: of the last hour in steps of 5 s, and of the last day in steps of a minute. Pure.
 
-The two are filled independently of each other, so that nothing has to be divided between them. Steps are counted in
-seconds since 1970.
+Counts are added to both kinds of steps, so minutes are never computed from steps of 5 s. A step begins at a multiple of
+its length, in seconds since 1970.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from kvrouter.router.observe.history.history_ring import StepRing, StepSums, per
 FINE_STEP_S, MINUTE_S = 5, 60
 # The longest range in each kind of steps.
 RANGE_S = {FINE_STEP_S: 3_600, MINUTE_S: 86_400}
-# How far an entry may be ahead of this process's time: clocks that differ, or a stall. Beyond that its time is wrong.
+# How far an entry may be ahead of this process's time, because clocks differ or the process stalled. An entry that is
+# further ahead has a wrong time.
 AHEAD_S = 60
-# How long after its end a step is shown: by then all processes have written what they counted, and this one has read it.
+# How long after its end a step is shown: by then all processes have written their counts, and this one has read them.
 SETTLE_S = 3.0
-# The steps kept of each kind: the longest range, those ahead, and those that do not show yet.
+# How many steps of each kind are kept: those of the longest range, those ahead, and those that are not shown yet.
 SLOTS = {step_s: range_s // step_s + AHEAD_S // step_s + 3 for step_s, range_s in RANGE_S.items()}
 
 _SAVED = SUM_NAMES.index("saved_us")

@@ -34,12 +34,12 @@ class ModelStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
     chosen_tokens: Count
     # Microseconds, so that sums of sums are exact.
     saved_us: Count
-    # Answers by class of their time to the first token: numbers of classes, each followed by its count.
+    # The number of answers by class of their time to the first token: each class's index, followed by its count.
     ttft: list[Count]
 
     @classmethod
     def of(cls, model: str, sums: ModelSums) -> ModelStep:
-        """Return the sums of a model as a part of an entry."""
+        """Return the sums of a model in the form that an entry contains."""
         return cls(
             model,
             sums.requests,
@@ -87,9 +87,9 @@ SUM_NAMES = ModelStep.__struct_fields__[1:-1]
 class HistoryEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The traffic that one process counted in one step, or a part of it."""
 
-    # Names one life of a process.
+    # Identifies one run of a process: a restart gets another name.
     writer: Annotated[str, msgspec.Meta(max_length=64)]
-    # Rises with each entry of the writer on this stream, so that an entry that is read twice counts once.
+    # Increases with each entry of the writer on this stream, so that an entry that is read twice counts once.
     number: Count
     # When the step began, in seconds since 1970 on the clock of Redis.
     start_s: Count
@@ -106,7 +106,7 @@ def encode(entry: HistoryEntry) -> bytes:
 
 
 def decode(data: bytes) -> HistoryEntry | None:
-    """Return a stored entry, or None if no router wrote it so."""
+    """Return a stored entry, or None if it is damaged."""
     try:
         entry = _decode(unseal(_SEALED, data))
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -118,7 +118,7 @@ def decode(data: bytes) -> HistoryEntry | None:
 
 
 def fits(model: str) -> bool:
-    """Return whether a model's name may stand in an entry."""
+    """Return whether a model's name is short enough for an entry, and can be encoded."""
     try:
         return len(model.encode()) <= MAX_NAME_BYTES
     except UnicodeEncodeError:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the history of a process: takes its counts step by step, shares them through Redis, and answers from memory.
+"""The history of one process: takes its counts step by step, shares them through Redis, and answers from memory.
 
-Steps are those of Redis's clock, which all routers hear; each process goes on with its monotonic clock in between. So a
-clock of a machine that is wrong or jumps moves no step, and while Redis is away the steps go on. Taking never waits for
-Redis: it has a task of its own.
+Steps follow the clock of Redis, which all routers read; between two readings each process uses its monotonic clock. So
+a machine's wrong clock does not move steps, and steps continue while Redis is away. Counts are taken in a task of their
+own, which never waits for Redis.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from kvrouter.router.route.load.traffic_sums import TrafficSums
 
 log = logging.getLogger("kvrouter.history")
 
-# After the end of a step, all processes write; a moment later each reads what the others wrote.
+# All processes write at the end of a step, and each reads the others' entries this long afterwards.
 READ_DELAY_S = 1.0
 # How often old entries are dropped from Redis.
 TRIM_S = 60.0
-# How often answered prompts are followed in the shadow, and for how long at once.
+# How often answered prompts are replayed in the shadow, and for how long without giving other tasks a turn.
 FOLLOW_S = 1.0
 FOLLOW_TURN_S = 0.002
-# Longer prompts (262,144 tokens) are not followed, because one would hold the loop for longer than a turn.
+# Longer prompts (over 262,144 tokens) are not replayed, because one of them would hold the loop for longer than a turn.
 MAX_PIECES_FOLLOWED = 2_048
 
 
@@ -58,9 +58,9 @@ class HistoryKeeper:
 
         Args:
             traffic: The counts of this process.
-            writer: Names this life of the process; no other life ever has the name.
+            writer: A name for this run of the process, which no other run ever has.
             clock: Returns the monotonic time.
-            wall_clock: Returns the time of day, which counts until Redis is heard.
+            wall_clock: Returns the time of day, which is used until Redis has answered with its own.
             caches: Returns the caches of each model's workers that are not down.
             metrics: The metrics; None only without servers.
             servers: The servers of Redis; None: nothing is shared.
@@ -85,7 +85,7 @@ class HistoryKeeper:
             self._log = HistoryLog(servers, self._unwritten, self._take_entry, metrics, clock, self._hear_time)
 
     def now(self) -> float:
-        """Return the time in seconds since 1970 on the clock of Redis, by its last answer."""
+        """Return the time on the clock of Redis in seconds since 1970, extrapolated from its last answer."""
         return self._clock() + self._ahead_s
 
     def start(self) -> None:
@@ -97,7 +97,7 @@ class HistoryKeeper:
         self._tasks = [self._supervisor.start(name, run) for name, run in runs.items()]
 
     async def stop(self) -> None:
-        """End the tasks, and write what was counted last."""
+        """End the tasks, and write the last counts."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -110,7 +110,7 @@ class HistoryKeeper:
     # -- counting
 
     def take(self, start_s: int) -> None:
-        """Add what was counted since the last call to the step that began at `start_s`."""
+        """Add the counts since the last call to the step that began at `start_s`."""
         now_s = self.now()
         for model, sums in self._traffic.take().items():
             step = ModelStep.of(self._history.name(model, now_s), sums)
@@ -142,9 +142,9 @@ class HistoryKeeper:
                 await asyncio.sleep(0)
 
     def _follow_prompts(self) -> Iterator[None]:
-        """Count what round robin would have reused of the answered prompts, in turns of FOLLOW_TURN_S.
+        """Count the tokens of the answered prompts that round robin would have reused, in turns of FOLLOW_TURN_S.
 
-        Where that cannot be known, it counts as the same that was reused.
+        For a prompt where that cannot be estimated, the tokens that were really reused count.
         """
         prompts = self._traffic.take_prompts()
         if not prompts:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The history in Redis: batches of counts are written, and the entries of all processes are read. The async shell.
+"""The history in Redis: writes this process's counts in batches, and reads the entries of all processes. Async shell.
 
-A batch stays until it is known to be written. Each attempt compares the writer's number in Redis first, so a batch that
-was executed while its answer was lost counts once.
+A batch is kept until it is known to be written. Each attempt first compares the writer's number in Redis, so a batch
+that was executed although its answer was lost counts once.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from kvrouter.router.observe.history.unwritten import STREAMS, Batch, DaySum, Un
 
 log = logging.getLogger("kvrouter.history")
 
-# Entries read at once.
+# How many entries are read with one command.
 ENTRIES_PER_READ = 128
-# Sums added at once: about a millisecond.
+# After the sums of this many models, which take about a millisecond, other tasks get a turn.
 MODELS_PER_TURN = 64
-# Writers whose last number is remembered: each restart of a process makes a new one.
+# How many writers' last numbers are remembered. Each restart of a process makes a new writer.
 MAX_WRITERS = 4_096
 # How long a process that ends waits for Redis.
 LEAVE_S = 2.0
@@ -52,16 +52,16 @@ class HistoryLog:
         clock: Callable[[], float],
         heard_time: Callable[[float, float], None],
     ) -> None:
-        """Connect the counts of this process with the streams of the servers.
+        """Prepare to exchange this process's counts with the streams on the servers, reading them from their start.
 
         Args:
             servers: The servers that hold the streams.
             unwritten: The counts that wait to be written.
-            take: Called with the length of the steps and each entry of another process; returns whether its time is in
-                range.
-            metrics: Counts what is left out.
+            take: Called with the length of the steps and each entry of another process; returns whether the entry's
+                time is in range.
+            metrics: Counts the parts of the history that are lost.
             clock: Returns the monotonic time.
-            heard_time: Called with the time of Redis, in seconds since 1970, and the monotonic time at which it was so.
+            heard_time: Called with the time of Redis in seconds since 1970, and the monotonic time of that moment.
         """
         self._servers = servers
         self._unwritten = unwritten
@@ -72,15 +72,15 @@ class HistoryLog:
         # The batch whose outcome is not known yet.
         self._sealed: Batch | None = None
         self._last_ids = dict.fromkeys(STREAMS, FIRST_ID)
-        # By stream and writer, the number of the last entry that was read.
+        # The number of the last entry that was read, by length of the steps and writer.
         self._read_numbers: OrderedDict[tuple[int, str], int] = OrderedDict()
-        # The models that have sums in each day, as far as known.
+        # The models that have sums in Redis, by day, as far as this process knows.
         self._day_models: dict[str, set[str]] = {}
 
     # -- writing
 
     async def write(self, until_s: float) -> None:
-        """Write all counts, of the steps that ended until `until_s`. Raises StoreError."""
+        """Write the sums of days, and the steps that ended by `until_s`. Raises StoreError."""
         await self._name_models()
         while True:
             if self._sealed is None:
@@ -94,15 +94,18 @@ class HistoryLog:
         """Ask Redis for the time. Raises StoreError."""
         began_s = self._clock()
         ((seconds, micros),) = await self._servers.run(keys.HISTORY_STEPS, command("TIME"))
-        # The server took the time about halfway.
+        # The server read its clock about halfway between the request and the answer.
         self._heard_time(int(seconds) + int(micros) / 1e6, (began_s + self._clock()) / 2)
 
     async def _apply(self, batch: Batch) -> None:
-        """Execute a batch unless it was executed before; a sum that a foreign value refuses waits for the next one."""
+        """Execute a batch unless it was executed before.
+
+        If a field that no router wrote makes Redis refuse a sum, delete the field, and keep the sum for the next batch.
+        """
         writer, orders = keys.history_writer(self._unwritten.writer), batch.orders
 
         async def attempt(connection: Connection) -> list[Any] | None:
-            # The number is watched, because an earlier attempt may reach the server only now.
+            # The number is watched, because the server may execute an earlier attempt only now.
             _, number = await connection.run(command("WATCH", writer) + command("GET", writer), 2)
             if number == b"%d" % batch.number:
                 await connection.run(UNWATCH, 1)
@@ -117,7 +120,7 @@ class HistoryLog:
         for index, text in refused:
             log.warning("a part of the history was refused", extra={"reason": text})
             if index >= len(batch.day_sums):
-                # A stream of another type; `common_keys.py` replaces it.
+                # The key of a stream has another type; `common_keys.py` replaces it.
                 self._metrics.lost["unwritten"].inc()
                 continue
             part = batch.day_sums[index]
@@ -132,7 +135,7 @@ class HistoryLog:
         await self._servers.run(key, order)
 
     async def _name_models(self) -> None:
-        """Count models beyond the limit of a day as OTHER, whichever process named the others."""
+        """Count a model as OTHER if its day already has MAX_MODELS others, whichever processes added them."""
         days = self._unwritten.days
         unknown = {day for day, model in days if model not in self._day_models.get(day, ())}
         for day in unknown:
@@ -171,8 +174,8 @@ class HistoryLog:
             command("XREAD", "COUNT", ENTRIES_PER_READ, "STREAMS", key, last_id),
         )
         if newest and _parts(newest[0][0]) < _parts(last_id):
-            # Another stream is there, as after the loss of the store. Entries that were read before are known by their
-            # numbers.
+            # The stream was replaced, as after the loss of the store, so it is read from its start. Entries that were
+            # read before are recognised by their numbers.
             self._last_ids[step_s] = FIRST_ID
             return True
         if reply is None:
@@ -189,7 +192,7 @@ class HistoryLog:
         return len(entries) == ENTRIES_PER_READ
 
     def _read_entry(self, step_s: int, fields: Sequence[bytes]) -> int:
-        """Read an entry, and return for how many models it had sums that were added."""
+        """Read an entry, and return the number of models whose sums were added."""
         entry = decode(fields[1]) if len(fields) == 2 and fields[0] == keys.HISTORY_MESSAGE.encode() else None
         if entry is None:
             self._metrics.lost["damaged"].inc()
@@ -214,13 +217,13 @@ class HistoryLog:
             try:
                 await self._servers.run(key, command("XTRIM", key, "MINID", "~", oldest_id))
             except ReplyError as error:
-                # Servers before Redis 6.2 have no trimming by age; the number of entries is bounded there, too.
+                # Servers before Redis 6.2 cannot trim by age. The number of entries is bounded there, too.
                 log.debug("the history is not trimmed by age", extra={"reason": str(error)})
 
     # -- savings
 
     async def savings(self, days: Sequence[str]) -> list[SavedDay]:
-        """Return the stored sums of days, in the order of the days. Raises StoreError."""
+        """Return the stored sums of the days, in the order of `days`. Raises StoreError."""
         rows: list[SavedDay] = []
         for day in days:
             key = keys.savings(day)
@@ -239,7 +242,7 @@ class HistoryLog:
         return rows
 
     async def leave(self) -> None:
-        """Write the last counts, with the steps under way; what Redis does not take in time is lost."""
+        """Write the last counts, with those of unfinished steps. Counts that are not written in LEAVE_S are lost."""
         try:
             async with asyncio.timeout(LEAVE_S):
                 await self.write(float("inf"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sums of one model in steps of one length, for as many steps as the longest range needs. Pure."""
+"""A ring with the sums of one model in steps of one length, as many as the longest range needs. Pure."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ _BOUNDS_S = np.array((0.0, *TTFT_BOUNDS_S))
 
 
 class StepSums(NamedTuple):
-    """The sums of consecutive steps: one row a step, in the order of SUM_NAMES, and its counts of times."""
+    """The sums of consecutive steps, one row per step."""
 
+    # The columns are in the order of SUM_NAMES.
     sums: Sums
+    # The number of answers in each class of times to the first token.
     ttft: Counts
 
     @classmethod
@@ -35,7 +37,7 @@ class StepRing:
     def __init__(self, steps: int) -> None:
         """Begin without traffic. `steps` is how many steps are kept."""
         self._size = steps
-        # The number of the step that each slot has; -1 before the first.
+        # The number of the step in each slot, or -1 for an empty slot.
         self._held = np.full(steps, -1, np.int64)
         self._sums = np.zeros((steps, len(SUM_NAMES)), np.int64)
         self._ttft = np.zeros((steps, TTFT_CLASSES), np.uint32)
@@ -48,7 +50,7 @@ class StepRing:
         return self._held.nbytes + self._sums.nbytes + self._ttft.nbytes
 
     def add(self, step: int, sums: ModelStep) -> None:
-        """Add sums to a step. A step that is so old that a newer one has its slot is left out."""
+        """Add sums to a step. Ignore a step that is so old that a newer one has its slot."""
         slot = step % self._size
         if self._held[slot] != step:
             if self._held[slot] > step:
@@ -62,7 +64,7 @@ class StepRing:
         self.newest = max(self.newest, step)
 
     def add_to(self, total: StepSums, first: int) -> None:
-        """Add the sums of the steps from the number `first` on to `total`, which has as many rows as steps are wanted."""
+        """Add the sums of consecutive steps, beginning with the number `first`, to the rows of `total`."""
         row, rows = 0, len(total.sums)
         while row < rows:
             # The slots of consecutive steps are consecutive up to the end of the ring.
@@ -79,12 +81,12 @@ class StepRing:
 
 
 def percentiles(ttft: Counts, share: float) -> list[float | None]:
-    """Return the time below which a share of each row's answers lies, by interpolation; None for a row without any."""
+    """Return, for each row, the time below which `share` of its answers lie, interpolated; None without answers."""
     reached = np.cumsum(ttft, axis=1, dtype=np.float64)
     totals = reached[:, -1]
     target = totals * share
     index = (reached < target[:, None]).sum(axis=1)
-    # The last class has no upper bound, so its lower one stands for it.
+    # The last class has no upper bound, so its lower bound is used instead.
     lower = _BOUNDS_S[index]
     upper = _BOUNDS_S[np.minimum(index + 1, len(_BOUNDS_S) - 1)]
     rows = np.arange(len(ttft))

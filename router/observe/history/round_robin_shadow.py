@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """An estimate of what the workers would reuse if each model's prompts were sent to them in turn. Pure.
 
-Each worker holds the pieces of the prompts that its turn brought it and the checkpoints at which they can be resumed
-(`model/kvcache/resume_rule.py`), up to the blocks of its cache, the least lately used given up first. It knows neither
-offload tiers nor generated tokens. A model whose prompts come through several processes has a shadow in each, of the
-prompts that came there.
+Each worker holds the pieces of the prompts that fell to its turn, and the checkpoints at which those can be resumed
+(`model/kvcache/resume_rule.py`). It holds at most the blocks of its cache, and evicts the least recently used first.
+The estimate covers neither offload tiers nor generated tokens. If a model's prompts come through several processes,
+each process has a shadow of its own, for the prompts that it received.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.observe.history.shadow_cache import ShadowCache, WorkerCache, shadow_cache
 from kvrouter.router.route.load.pending_prefixes import PIECE_TOKENS
 
-# The bound of remembered pieces and checkpoints of all workers, some 200 bytes each: caches of 25 million tokens in all.
-# With more, each worker counts as having its part of them.
+# How many pieces and checkpoints of all workers are remembered, some 200 bytes each: caches of 25 million tokens in
+# all. If the workers' caches hold more, each worker gets an equal part of this number.
 MAX_PIECES = 200_000
 
 
 class HeldPieces:
-    """The pieces and checkpoints that one worker holds, each with its blocks, the least lately used first."""
+    """The pieces and checkpoints that one worker holds, each with its blocks, the least recently used first."""
 
     def __init__(self, described: WorkerCache) -> None:
         self.described = described
         self.cache: ShadowCache = shadow_cache(described.engine, described.catalog)
-        # A piece by its name, and the checkpoint at its end by a tuple of that name.
+        # The blocks of each piece by its name, and of the checkpoint at the piece's end by a tuple with that name.
         self.entries: OrderedDict[int | tuple[int], float] = OrderedDict()
         self._blocks = 0.0
 
     def describe(self, described: WorkerCache) -> None:
-        """Take the present description of the cache; both objects are replaced when something in them changes."""
+        """Use the present description of the cache. Its parts are compared by identity: a change replaces them."""
         if described.engine is not self.described.engine or described.catalog is not self.described.catalog:
             self.described, self.cache = described, shadow_cache(described.engine, described.catalog)
 
@@ -46,7 +46,7 @@ class HeldPieces:
         return run
 
     def resumable(self, names: Sequence[int], run: int) -> int:
-        """Return at how many of the first `run` pieces, all of them held, the prompt can be resumed."""
+        """Return after how many pieces the prompt can be resumed, given that its first `run` pieces are held."""
         if self.cache.whole_tokens is None:
             return run
         while run and (names[run - 1],) not in self.entries:
@@ -54,7 +54,7 @@ class HeldPieces:
         return run
 
     def keep(self, key: int | tuple[int], blocks: float) -> None:
-        """Hold a piece or a checkpoint as the one that was used last."""
+        """Hold a piece or a checkpoint, and mark it as the most recently used."""
         if key in self.entries:
             self.entries.move_to_end(key)
         else:
@@ -62,7 +62,7 @@ class HeldPieces:
             self._blocks += blocks
 
     def shrink(self, max_entries: int) -> None:
-        """Give up what was used longest ago, until the rest fits."""
+        """Evict the least recently used entries until the rest fits."""
         most_blocks = self.cache.blocks
         while self.entries and (
             len(self.entries) > max_entries or (most_blocks is not None and self._blocks > most_blocks)
@@ -97,7 +97,7 @@ class RoundRobinShadow:
         if held is None:
             held = self._held[described.worker] = HeldPieces(described)
         held.describe(described)
-        # Where only block hashes are known, pieces can be longer; this is the shortest possible length.
+        # If only block hashes are known, pieces can be longer than PIECE_TOKENS. This is the shortest possible length.
         piece_tokens = max(PIECE_TOKENS, num_tokens // (len(names) + 1))
         run = held.run(names)
         resumed = held.resumable(names, run)
@@ -115,18 +115,18 @@ class RoundRobinShadow:
 
 
 def _store(held: HeldPieces, names: Sequence[int], run: int, piece_tokens: int) -> None:
-    """Hold a computed prompt, of which the first `run` pieces were held before."""
+    """Hold all pieces of a computed prompt, and its checkpoints. The first `run` pieces were held before."""
     cache = held.cache
     if cache.whole_tokens is not None and names:
         if len(names) * piece_tokens <= cache.whole_tokens:
-            # Its window covers all of it, so that it takes no more blocks with a checkpoint at every piece.
+            # The window covers the whole prompt, so checkpoints at every piece take no more blocks than one at its end.
             ends, blocks = list(range(len(names), 0, -1)), cache.checkpoint_blocks * piece_tokens / cache.whole_tokens
         else:
-            # Its end, and where it met pieces that it could not resume from.
+            # Checkpoints are at the prompt's end, and after the pieces that were held before.
             ends, blocks = [end for end in (len(names), run) if end], cache.checkpoint_blocks
         for end in ends:
             held.keep((names[end - 1],), blocks)
-    # The last piece comes first, because a prompt's end is given up before its start.
+    # The last piece is stored first, because the end of a prompt is evicted before its start.
     piece_blocks = cache.piece_blocks * piece_tokens / PIECE_TOKENS
     for name in reversed(names):
         held.keep(name, piece_blocks)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was not computed, as sums by day and model, in the form in which Redis adds them up. Pure."""
+"""Sums of the tokens that were not computed, by day and model, in the form in which Redis adds them up. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvrouter.router.route.load.traffic_sums import ModelSums
 
 # The days that are kept, today included. The API takes no more (`serve/api/history.py`).
 MAX_DAYS = 35
-# A day's key outlives the days that are shown by one, as days end at different times for those who look.
+# A day's key is kept for one day longer than it is shown, because routers' clocks do not agree on when a day ends.
 KEPT_S = (MAX_DAYS + 1) * 86_400
 # The sums of a day, in the order in which they are stored. Seconds are in microseconds, so that Redis adds integers.
 COLUMNS = ("requests", "prompt_tokens", "reused_tokens", "round_robin_tokens", "saved_us")
@@ -57,7 +57,7 @@ def models_in(fields: Iterable[bytes]) -> set[str]:
 
 
 def rows_of(day: str, fields: Iterable[tuple[bytes, bytes]]) -> tuple[list[SavedDay], list[StoredValueError]]:
-    """Return the rows of a stored day, by model, and the fields that no router writes.
+    """Return the rows of a stored day, one per model, and an error for each field that no router writes.
 
     Args:
         day: The day.

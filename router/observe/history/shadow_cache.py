@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The size of one worker's cache, and what a prompt takes of it, as the shadow of round robin counts them. Pure."""
+"""The size of one worker's cache and the blocks that a prompt takes, as the round-robin shadow counts them. Pure."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def worker_caches(registry: WorkerRegistry) -> dict[str, list[WorkerCache]]:
 
 
 class ShadowCache(NamedTuple):
-    """A cache in blocks of all its groups together."""
+    """The size of a cache and the costs in it, in blocks summed over all groups."""
 
-    # Its size; None: not known.
+    # The size of the cache, or None if it is not known.
     blocks: float | None
-    # A piece of PIECE_TOKENS in the groups that keep all of a prompt.
+    # The blocks that a piece of PIECE_TOKENS takes in the groups that keep all of a prompt.
     piece_blocks: float = 1.0
-    # A checkpoint in the groups that keep only a window or a state of it.
+    # The blocks that a checkpoint takes in the groups that keep only a window or a state of a prompt.
     checkpoint_blocks: float = 0.0
-    # A prompt of at most this length can be resumed at any piece, and a longer one only at a checkpoint; None: any prompt
-    # can be resumed at any piece.
+    # A prompt of at most this many tokens can be resumed at any piece, and a longer one only at a checkpoint. None
+    # means that any prompt can be resumed at any piece.
     whole_tokens: int | None = None
 
 

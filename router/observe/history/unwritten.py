@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The traffic that this process has counted and Redis does not have yet, and the batches in which it is written. Pure.
+"""The counts of this process that are not in Redis yet, and the batches in which they are written. Pure.
 
-A batch is one transaction that also sets the writer's number, which says whether the batch was executed.
+A batch is one transaction that also sets the writer's number, which shows later whether the batch was executed.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from kvrouter.router.observe.history.history import FINE_STEP_S, MINUTE_S, RANGE
 from kvrouter.router.observe.history.history_entry import HistoryEntry, ModelStep, encode
 from kvrouter.router.observe.history.saved_days import COLUMNS, KEPT_S, Columns
 
-# The steps of each kind that one batch takes: after a long absence of Redis, several batches catch up.
+# How many steps of each kind one batch contains. After Redis was away for long, several batches are written.
 STEPS_PER_BATCH = 128
 # The stream of each kind of steps.
 STREAMS = {FINE_STEP_S: keys.HISTORY_STEPS, MINUTE_S: keys.HISTORY_MINUTES}
-# A bound of the entries of a stream, besides their age: a full range of 32 processes.
+# How many entries a stream keeps, besides the limit by age: a full range of 32 processes.
 MAX_ENTRIES = {step_s: 32 * (range_s // step_s) for step_s, range_s in RANGE_S.items()}
-# A key without a writer ends when all of its steps are out of range.
+# A stream to which no process writes expires when all of its steps are out of range.
 STREAM_TTL_S = {step_s: 2 * range_s for step_s, range_s in RANGE_S.items()}
-# A writer's number matters while its process lives, which writes it every few seconds.
+# A writer's number is needed only while its process runs, which renews it every few seconds.
 WRITER_TTL_S = 86_400
-# Days of sums that wait: a process that runs without Redis for longer loses the oldest.
+# How many pairs of a day and a model may wait. If Redis is away for longer, the oldest are lost.
 MAX_DAY_SUMS = 1_024
 
 
 class DaySum(msgspec.Struct, frozen=True):
-    """A number that is to be added to a field of a day."""
+    """An amount to add to one field of a day's savings."""
 
     day: str
     model: str
@@ -45,12 +45,12 @@ class DaySum(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """One transaction."""
+    """The commands of one transaction."""
 
-    # Rises with each batch of the writer.
+    # Increases with each batch of the writer.
     number: int
     orders: list[bytes]
-    # The sums of days, which are the first of the orders.
+    # The sums of days. Their commands are the first of `orders`, in the same order.
     day_sums: list[DaySum]
 
 
@@ -58,9 +58,9 @@ class Unwritten:
     """The counts that wait to be written."""
 
     def __init__(self, writer: str) -> None:
-        """Begin without counts. `writer` names this life of the process; no other process ever has it."""
+        """Begin without counts. `writer` is a name for this run of the process, which no other run ever has."""
         self.writer = writer
-        # By length of the steps and their start, the sums of each model.
+        # The sums of each model, by length of the step, start of the step and model.
         self._steps: dict[int, dict[int, dict[str, ModelStep]]] = {step_s: {} for step_s in STREAMS}
         self.days: dict[tuple[str, str], Columns] = {}
         self._entries = self._batches = 0
@@ -85,12 +85,12 @@ class Unwritten:
             self.dropped += 1
 
     def restore(self, lost: list[DaySum]) -> None:
-        """Take back sums of days that Redis refused, each on its own."""
+        """Add sums of days again that Redis refused, each on its own."""
         for part in lost:
             self.add_day(part.day, part.model, tuple(part.amount * (name == part.column) for name in COLUMNS))
 
     def seal(self, until_s: float = math.inf) -> Batch | None:
-        """Return the next batch, with the steps that ended until `until_s`; None if there is nothing to write."""
+        """Return the next batch, with the steps that ended by `until_s`, or None if there is nothing to write."""
         days, self.days = self.days, {}
         day_sums = [
             DaySum(day, model, column, amount)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Headers = list[tuple[bytes, bytes]]
 
 OK = "ok"
-# The outcomes of requests that failed, whichever way; a request that the router refused has its status to say so.
+# The outcomes of requests that failed. A request that the router refused failed if its status is FIRST_FAILURE or more.
 FAILED_OUTCOMES = frozenset({"server_error", "cut", "unreachable", "bug"})
 FIRST_FAILURE = 500
 CLIENT_GONE = "client_gone"
@@ -62,7 +62,7 @@ class Quality:
             clock: Returns the time of the clock that `Placer` uses, in seconds.
             tracing: Makes the traces; None: no traces are wanted.
             decisions: Keeps the outcome of each request; None: outcomes are not kept.
-            traffic: The sums of each model's traffic; None: new ones, which nobody takes.
+            traffic: The sums of each model's traffic, or None to count into sums that are not used.
             logs_access: Whether each request has its line in the access log.
         """
         self.measures = measures
@@ -75,7 +75,7 @@ class Quality:
         self._predictions: dict[WorkerKey, PredictionJudge] = {}
 
     def begin(self, path: str, headers: Headers, request_id: str = "", key_name: str | None = None) -> RequestWatch:
-        """Begin to observe a request whose body has arrived completely; None as `key_name` is a request without key."""
+        """Begin to observe a request whose body has arrived completely. `key_name` is None if it came without a key."""
         now = self.clock()
         trace = None if self.tracing is None else self.tracing.request(path, headers, now, request_id)
         return RequestWatch(self, now, trace, request_id, path, key_name)
@@ -256,7 +256,7 @@ class RequestWatch:
 
         Args:
             outcome: One of those in `ProxyMetrics`.
-            refusal_status: The status with which the router refused it, 0 if it did not.
+            refusal_status: The status with which the router refused it, or 0 if it did not refuse it.
         """
         self._land()
         self._end_decision(outcome)
@@ -357,10 +357,10 @@ class RequestWatch:
         self._judge(report, tap, placement, metrics)
 
     def _count_prompt(self, report: ReuseReport, placement: Placement) -> None:
-        """Count the prompt of a whole answer, and its tokens that were not computed."""
+        """Count the prompt of a complete answer, and those of its tokens that were not computed."""
         reused_tokens, usage = report.delivered, report.usage
         if placement.prefilled_at is not None or reused_tokens is None:
-            # The tokens that a decode worker was handed were computed elsewhere.
+            # A decode worker reports tokens as cached that the prefill worker computed, so its report cannot be used.
             is_known = self._predicted or placement.prefilled_at is not None
             reused_tokens = placement.predicted_tokens if is_known else 0
         num_tokens = placement.num_tokens if usage is None else usage.prompt_tokens

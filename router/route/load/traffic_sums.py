@@ -2,7 +2,7 @@
 """Sums of each model's traffic through this process, since they were last taken.
 
 They are counted where the metrics are counted, and taken every few seconds (`observe/history/`), so counting needs no
-clock and costs a few additions. Belongs to one asyncio loop.
+clock and costs only a few additions. An instance belongs to one asyncio loop.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import NamedTuple
 
 from kvrouter.router.base.common.ids import WorkerKey
 
-# The model of requests whose model is not known, because the router refused them before.
+# The model of requests that the router refused before it knew their model.
 NO_MODEL = "other"
-# Upper bounds of the classes of times to first tokens, a factor of 1.5 apart: 5 ms to 280 s. Percentiles that are
-# interpolated within a class are off by a tenth or so.
+# Upper bounds of the classes of times to first tokens, from 5 ms to 280 s, each 1.5 times the one before. Percentiles
+# that are interpolated within a class have an error of about a tenth.
 TTFT_BOUNDS_S = tuple(round(0.005 * 1.5**step, 6) for step in range(28))
-# Classes of times, with the last one, which has no bound.
+# The number of classes of times, including the last one, which has no upper bound.
 TTFT_CLASSES = len(TTFT_BOUNDS_S) + 1
 # Answered prompts that may wait to be taken; they are taken about once a second.
 MAX_PROMPTS = 8_192
-# Models whose tokens may wait for a speed.
+# For how many models tokens may wait until a speed of prefill is known.
 MAX_WAITING_MODELS = 64
 
 
@@ -30,7 +30,7 @@ class AnsweredPrompt(NamedTuple):
     """A prompt that was answered."""
 
     model: str
-    # Names of its pieces, as `names_of` returns them; empty if its tokens are not known.
+    # The names of its pieces, as `names_of` returns them, or an empty sequence if its tokens are not known.
     names: Sequence[int]
     num_tokens: int
     # The tokens that were not computed.
@@ -66,9 +66,9 @@ class ModelSums:
         self.reused_tokens = 0
         self.round_robin_tokens = 0
         self.saved_s = 0.0
-        # Tokens that were not computed while no worker's speed was known.
+        # Tokens that were reused while no worker's speed was known, so their seconds are not in `saved_s` yet.
         self.unpriced_tokens = 0
-        # Answers by class of their time to the first token.
+        # The number of answers by class of their time to the first token.
         self.ttft = [0] * TTFT_CLASSES
 
     def first_token(self, seconds: float) -> None:
@@ -87,8 +87,8 @@ class TrafficSums:
         """Begin without traffic.
 
         Args:
-            rate: Returns the tokens a second that count for prompts of a worker; None while no speed is known.
-            fleet_rate: Returns the tokens a second that are usual in the fleet; None while no speed is known.
+            rate: Returns the tokens per second at which a worker's prompts count, or None while no speed is known.
+            fleet_rate: Returns the fleet's usual tokens per second, or None while no speed is known.
         """
         self._rate = rate
         self._fleet_rate = fleet_rate
@@ -96,7 +96,7 @@ class TrafficSums:
         self._prompts: list[AnsweredPrompt] = []
 
     def of(self, model: str) -> ModelSums:
-        """Return the sums of a model. Do not keep them: they end when they are taken."""
+        """Return the present sums of a model. Do not keep a reference: `take` replaces them."""
         sums = self._sums.get(model)
         if sums is None:
             sums = self._sums[model] = ModelSums()
@@ -123,11 +123,11 @@ class TrafficSums:
         if len(self._prompts) < MAX_PROMPTS:
             self._prompts.append(AnsweredPrompt(worker.model, names, num_tokens, reused_tokens))
         else:
-            # Beyond what can be followed, nothing is claimed.
+            # Too many prompts wait for the shadow: this one counts as equal under round robin, so no gain is claimed.
             sums.round_robin_tokens += reused_tokens
 
     def take(self) -> dict[str, ModelSums]:
-        """Return the sums by model, and begin again. Tokens without a known speed stay until one is known."""
+        """Return the sums by model, and begin again from zero. Tokens without a known speed stay until one is known."""
         taken, self._sums = self._sums, {}
         waiting = {model: sums for model, sums in taken.items() if sums.unpriced_tokens}
         if waiting:

@@ -36,7 +36,7 @@ class WaitQueue(Generic[T]):
     """All waiting prompts, by model, in the order of arrival."""
 
     def __init__(self, places: int) -> None:
-        # How many may wait. If it is lowered, those that wait already stay.
+        # How many prompts may wait. If it is lowered, prompts that wait already stay.
         self.places = places
         # Each line is a dict, because it keeps the order and lets a waiter leave from the middle.
         self._lines: dict[str, dict[Waiter[T], None]] = {}

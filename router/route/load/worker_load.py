@@ -170,7 +170,7 @@ class LoadModel:
         return tokens / speed.prefill_rate if speed is not None and speed.prefill_rate else None
 
     def prefill_rate(self, worker: WorkerKey) -> float | None:
-        """Return a worker's rate of prefill, else that of its model or of the fleet; None if no speed is known."""
+        """Return a worker's rate of prefill, else its model's, else the fleet's, or None if no speed is known."""
         speed = self.rates.get(worker)
         if speed is not None and speed.prefill_rate:
             return speed.prefill_rate

@@ -53,7 +53,7 @@ class AdmissionQueue:
         self._task: asyncio.Task[None] | None = None
 
     def apply(self, config: Config) -> None:
-        """Take over the limits of the settings."""
+        """Apply changed limits of the settings."""
         self._deadline_s = config.queue_deadline_s
         self._waiting.places = config.queue_size
         self.look_soon()

@@ -138,7 +138,7 @@ class Placement:
         self.decode_tokens = decode_tokens
         # Whether another worker than the chosen one serves it.
         self.has_moved = False
-        # Whether its answer comes through this router.
+        # Whether the answer passes through this router.
         self.is_watched = False
         self.placed_s = placed_s
         # Seconds that it waited for room before it was placed.

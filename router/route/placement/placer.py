@@ -136,7 +136,7 @@ class Placer:
             )
 
     def apply(self, config: Config) -> None:
-        """Take over the limits that change at run time; prompts that wait already keep their deadline."""
+        """Apply the limits that can change at run time. Prompts that wait already keep their deadline."""
         self.weights.saturation_tokens = config.saturation_tokens
         self._line.apply(config)
 

@@ -231,7 +231,7 @@ class Reservations:
         return True
 
     def _count_end(self, placement: Placement) -> None:
-        """Count a request whose answer did not come through this router; what was predicted stands for its reuse."""
+        """Count a request whose answer did not pass through this router, with its predicted reuse as the actual one."""
         self._traffic.of(placement.worker.model).requests += 1
         self._traffic.answered(
             placement.prefilled_at or placement.worker,

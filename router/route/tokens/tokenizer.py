@@ -129,7 +129,7 @@ class TextTokenizer:
         return self._engines.health() + self._texts.health()
 
     def apply(self, config: Config) -> None:
-        """Take over the limit of the settings, for requests that begin from now on."""
+        """Apply the changed time limit to requests that begin from now on."""
         self._timeout_s = config.tokenize_timeout_s
 
     def start(self) -> None:

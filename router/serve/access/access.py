@@ -109,7 +109,7 @@ class Access:
         """Read all files once, and raise SettingError if one of them cannot be used.
 
         Args:
-            settings: The settings, which name the files and the limits.
+            settings: The settings, with the paths of the files and the limits.
             metrics: The metrics of access.
             clock: Returns monotonic seconds.
             wall_clock: Returns seconds since 1970.
@@ -174,7 +174,7 @@ class Access:
         return [*self.settings.files.problems, *([] if expired is None else [expired])]
 
     def cautions(self) -> Sequence[str]:
-        """Return warnings of what still works: changed settings that need a restart, a certificate that expires soon."""
+        """Return warnings about what still works: settings that wait for a restart, a certificate near its end."""
         near = self.expiry_caution
         return [*self.settings.cautions(), *([] if near is None else [near])]
 
@@ -196,7 +196,7 @@ class Access:
         self.metrics.key_requests.labels(key, outcome).inc()
 
     def _take_limits(self, config: Config) -> None:
-        """Begin new buckets, because each holds the rate with which it began."""
+        """Replace the token buckets if the rate changed, because each bucket keeps the rate with which it was made."""
         if config.registrations_per_s != self._rate_per_s:
             self._rate_per_s = config.registrations_per_s
             self._buckets.clear()

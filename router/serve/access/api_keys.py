@@ -47,7 +47,7 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     models: Annotated[list[Name], msgspec.Meta(min_length=1)] | None = None
     # The cache salts that the key may use; None admits any.
     cache_salts: Annotated[list[Name], msgspec.Meta(min_length=1)] | None = None
-    # The cache salt of prompts without one. The key may use no other but those of `cache_salts`.
+    # The cache salt that prompts without a salt get. Apart from it, the key may use only those of `cache_salts`.
     cache_salt: Name | None = None
 
 
@@ -130,7 +130,7 @@ def parse_keys(text: str, where: str) -> list[ApiKey]:
 
 
 def _fenced(key: ApiKey, keys: Sequence[ApiKey]) -> ApiKey:
-    """Return the key without access to the salts that the other keys give their prompts, unless it has them itself."""
+    """Return the key without access to other keys' `cache_salt`, or unchanged if it may use only salts of its own."""
     salts = {other.bounds.cache_salt for other in keys} - {None}
     if not salts or key.bounds.cache_salts is not None:
         return key
@@ -170,8 +170,8 @@ def _bounds_of(entry: KeyEntry, where: str) -> KeyBounds:
         return KeyBounds(entry.name)
     if not {Scope.ASK, *ASK_PARTS}.issuperset(entry.scopes):
         raise SettingError(
-            f"{where} ({entry.name}) has `models`, `cache_salt` or `cache_salts`, which bind questions and requests alone: give "
-            "it the scopes ask, proxy or hits, and a key of its own for other ones"
+            f"{where} ({entry.name}) has `models`, `cache_salt` or `cache_salts`, which restrict only questions and requests: "
+            "give it only the scopes ask, proxy or hits, and use another key for other scopes"
         )
     models = None if entry.models is None else frozenset(entry.models)
     salts = frozenset([*(entry.cache_salts or ()), *([] if entry.cache_salt is None else [entry.cache_salt])])

@@ -21,12 +21,12 @@ class KeyBounds(msgspec.Struct, frozen=True):
     """The names of models (their own names, not aliases) and of LoRA adapters."""
     cache_salts: frozenset[str] | None = None
     cache_salt: str | None = None
-    """The salt of prompts that the client sends without one; it is one of `cache_salts`."""
+    """The salt that prompts without a salt get; it is also one of `cache_salts`."""
     foreign_salts: frozenset[str] = frozenset()
-    """The salts that other keys give their clients' prompts, which this key may not name."""
+    """The salts that other keys give to their prompts. A request with this key may not name them."""
 
     def salted(self, cache_salt: str | None) -> str | None:
-        """Return the cache salt of a prompt that the client sends with this one, or with none."""
+        """Return the salt that a prompt gets: the client's own, or the key's if the client sent none."""
         return cache_salt or self.cache_salt
 
     def check_model(self, model: str, lora_name: str | None) -> None:
@@ -48,8 +48,8 @@ class KeyBounds(msgspec.Struct, frozen=True):
         """
         if cache_salt in self.foreign_salts and self.cache_salts is None:
             raise Forbidden(
-                f"the cache_salt of this request is that of another API key, and {self.key} may not read that one's cache: send "
-                "another, or add it to the `cache_salts` of this key in the router's api_keys_file",
+                f"the cache_salt of this request belongs to another API key, whose cache {self.key} may not read: send "
+                "another salt, or add it to the `cache_salts` of this key in the router's api_keys_file",
                 code="salt_not_allowed",
             )
         if self.cache_salts is None or (cache_salt in self.cache_salts and not hashed):

@@ -70,7 +70,7 @@ def joined(replies: list[DecisionsReply], most: int) -> DecisionsReply:
     )
 
 
-# These read replies that another process of this router sent.
+# Decoders for replies that other processes of this router sent.
 read_decision = msgspec.json.Decoder(DecisionReply).decode
 read_decisions = msgspec.json.Decoder(DecisionsReply).decode
 

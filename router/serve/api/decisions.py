@@ -31,8 +31,8 @@ Model = Annotated[str | None, Query(description="only those for this model")]
 Only = Annotated[
     Wanted | None,
     Query(
-        description="wrong: another reuse was delivered than predicted; lost: another worker would have reused more; "
-        "failed: neither ok nor client_gone"
+        description="wrong: the delivered reuse differs from the predicted one; lost: another worker would have reused "
+        "more; failed: the outcome is neither ok nor client_gone"
     ),
 ]
 
@@ -50,7 +50,7 @@ def decision_routes(watch: Watch) -> APIRouter:
     async def listed(
         request: Request, limit: Limit = 100, worker: Worker = None, model: Model = None, only: Only = None
     ) -> Response:
-        """List the last decisions, also of a worker, of a model, or those that went wrong."""
+        """List the last decisions: all, or only those for a worker, for a model, or that went wrong."""
         wanted = DecisionFilter(worker, model, only)
         reply = list_decisions(watch.decisions, limit, wanted)
         if watch.lists_elsewhere is not None:

@@ -16,7 +16,7 @@ from kvrouter.router.serve.api.openapi import gives
 from kvrouter.router.serve.api.workers import respond
 
 MaxAge = Annotated[
-    float, Query(ge=0, le=3_600, description="the last report is good enough if it is not older, in seconds")
+    float, Query(ge=0, le=3_600, description="seconds; the last report is returned again if it is younger than this")
 ]
 
 
@@ -24,7 +24,7 @@ class DiagnosisPort(Protocol):
     """The diagnosis as the API sees it. `Diagnosis` of `router/app/diagnosis/diagnosis.py` implements it."""
 
     async def report(self, max_age_s: float = 0.0) -> DiagnosisReport:
-        """Return the findings of a report that is not older than this; by default, look for problems now."""
+        """Return a report that is younger than `max_age_s`; by default, look for problems now."""
         ...
 
     def settings(self) -> SettingsReply:
@@ -42,15 +42,15 @@ def diagnosis_routes(diagnosis: DiagnosisPort | None) -> APIRouter:
 
     @router.get(
         "/diagnosis",
-        summary="What is wrong, and how to fix it",
+        summary="The problems of the fleet, and how to fix them",
         operation_id="diagnosis",
         responses=gives(DiagnosisReport, 400),
     )
     async def report(request: Request, max_age_s: MaxAge = 0.0) -> Response:
         """List the findings of `kvrouter doctor` that the router itself can see, the gravest first.
 
-        Takes up to 20 s in a large fleet, as it connects to every endpoint of the workers. With `max_age_s`, a report that
-        is not older is returned again.
+        Takes up to 20 s in a large fleet, because it connects to every endpoint of the workers. With `max_age_s`, the
+        last report is returned again if it is younger than that.
         """
         if diagnosis is None:
             return respond(request, DiagnosisReport(VERSION, 0, 0, 0, []))
@@ -58,12 +58,12 @@ def diagnosis_routes(diagnosis: DiagnosisPort | None) -> APIRouter:
 
     @router.get(
         "/diagnosis/{code:name}",
-        summary="What a code of a finding means",
+        summary="The meaning of a finding's code",
         operation_id="explain_code",
         responses=gives(ExplainedCode, 404),
     )
     async def explained(request: Request, code: str) -> Response:
-        """Explain a code, as `kvrouter doctor --explain CODE` does. For an unknown one, the error names the nearest."""
+        """Explain a code, as `kvrouter doctor --explain CODE` does. For an unknown code, the error suggests some."""
         return respond(request, explained_code(code))
 
     @router.get(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routes that show the traffic of the last day, and what routing saved in the last weeks."""
+"""The routes that show the traffic of the last day, and the savings of the last weeks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvrouter.contract.history import HistoryReply, SavingsReply
 from kvrouter.router.serve.api.openapi import gives
 from kvrouter.router.serve.api.workers import respond
 
-# The days for which savings are kept.
+# The number of days for which savings are kept.
 MAX_DAYS = 35
 
 
@@ -27,7 +27,7 @@ class Range(StrEnum):
 RANGES_S = {Range.QUARTER: 900, Range.HOUR: 3_600, Range.DAY: 86_400}
 
 WantedRange = Annotated[Range, Query(alias="range", description="15m and 1h have steps of 5 s, 24h of 60 s")]
-OneModel = Annotated[str | None, Query(description="only this model; absent: all models summed")]
+OneModel = Annotated[str | None, Query(description="only this model; without it, the sums of all models")]
 OneModelOfDays = Annotated[str | None, Query(alias="model", description="only this model")]
 Days = Annotated[int, Query(ge=1, le=MAX_DAYS, description="how many days, today included")]
 
@@ -55,17 +55,17 @@ def history_routes(history: HistoryPort) -> APIRouter:
         responses=gives(HistoryReply, 400),
     )
     async def shown(request: Request, wanted: WantedRange = Range.HOUR, model: OneModel = None) -> Response:
-        """Sum the traffic of all routers on the store. A step shows some seconds after its end."""
+        """Return the traffic of all routers on the store. A step is shown some seconds after its end."""
         return respond(request, history.reply(RANGES_S[wanted], model))
 
     @router.get(
         "/savings",
-        summary="What was not computed, by day and model, beside round robin",
+        summary="Prompt tokens that were not computed, by day and model, and an estimate for round robin",
         operation_id="savings",
         responses=gives(SavingsReply, 400, 503),
     )
     async def saved(request: Request, days: Days = 7, model: OneModelOfDays = None) -> Response:
-        """Read the sums of the last days from Redis. They are some seconds behind."""
+        """Return the sums of the last days from Redis. They lag by some seconds."""
         return respond(request, await history.savings(days, model))
 
     return router

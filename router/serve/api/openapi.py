@@ -226,7 +226,8 @@ def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
             _illustrate(operation, EXAMPLES.get((method.upper(), path)))
     _, schemas = msgspec.json.schema_components(SCHEMAS, ref_template=SCHEMA_REF)
     components = openapi.setdefault("components", {})
-    # FastAPI describes the choices of parameters by reference. Its other schemas are those of its own answer to 422.
+    # FastAPI puts the choices of a parameter into a schema of their own, which is kept. Its other schemas describe its
+    # own 422 answer and are dropped.
     choices = {name: schema for name, schema in components.get("schemas", {}).items() if "enum" in schema}
     components["schemas"] = schemas | choices
     if needs_key:

@@ -107,7 +107,7 @@ def worker_routes(
         ]
 
     def unknown(worker_id: str, dp_rank: int | None, model: str | None) -> UnknownWorker:
-        """Return the error for a worker that is not registered, which a source may list nevertheless."""
+        """Return the error for a worker that is not registered. It names the source, if one lists the worker."""
         for status in () if sources is None else sources.statuses():
             if status.worker_id == worker_id:
                 place = PLACES.get(status.source, status.source)
@@ -132,7 +132,7 @@ def worker_routes(
         )
 
     async def add(request: Request) -> tuple[Registration, bool]:
-        """Register the workers of a body. Return the first one with its note, and whether it differs from the body."""
+        """Register the workers of a body. Return the first with its note, and whether it differs from the body."""
         registrations: list[Registration] = []
         learned, note = False, ""
         for body in registrations_in(await read(request, register_reader)):
@@ -272,7 +272,7 @@ def worker_routes(
         described = _described(msgspec.structs.replace(changed, note=changed.note or note))
         status = next((row for row in core.statuses(worker_id) if (row.dp_rank, row.model) == of_changed), None)
         if status is None:
-            # Another request dropped the worker in the meantime.
+            # Another request removed the worker in the meantime.
             raise unknown(worker_id, dp_rank, model)
         return respond(
             request,

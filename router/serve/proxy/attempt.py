@@ -81,7 +81,7 @@ class Attempt:
         sent, key = await self._send(request, worker, body, headers, added)
         if key is None or sent.head.status != HTTPStatus.UNAUTHORIZED:
             return sent
-        # The engine's key may have changed in the engine a moment before it changes here.
+        # The engine may have got a new key a moment before this router read it.
         await self._refresh_keys()
         target = self._addresses().targets.get(worker)
         if target is None or self._authorization(request.client.headers, target) == key:
@@ -94,7 +94,7 @@ class Attempt:
     async def _send(
         self, request: Request, worker: WorkerKey, body: bytes, headers: h.Headers, added: h.Headers
     ) -> tuple[Sent, bytes | None]:
-        """Do what `send` does, once; return the Authorization that was sent, too."""
+        """Send the request once. Return the answer, and the Authorization header that was sent."""
         client = request.client
         addresses = self._addresses()
         target = addresses.targets[worker]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fields of an OpenAI body that the proxy reads, such as the model and the length of the answer.
 
-The bytes are forwarded unchanged, but for the name of a model and the salt of the client's key. Values may be of any
-type: the engine reports what is wrong with them.
+The bytes are forwarded unchanged, except for the name of a model and the salt of the client's key. Values may be of any
+type: the engine reports invalid ones.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def openai_body(body: ClientBody) -> OpenAIBody:
 
 
 def with_fields(raw: bytes, changes: dict[str, str]) -> bytes:
-    """Return the same JSON object with these fields; every other value keeps its bytes."""
+    """Return the JSON object with these fields set; every other value keeps its bytes."""
     fields = _fields.decode(raw)
     for name, value in changes.items():
         fields[name] = msgspec.Raw(msgspec.json.encode(value))

@@ -116,7 +116,7 @@ class Proxy:
         self._known_addresses = Addresses((), allowed)
 
     def apply(self, config: Config) -> None:
-        """Take over the limit of the settings, for requests that are sent from now on."""
+        """Apply the changed time limit to requests that are sent from now on."""
         self._sending.silence_s = config.answer_timeout_s
 
     async def forward(self, client: Client) -> None:

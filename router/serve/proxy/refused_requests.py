@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check whether one worker refuses (4xx) more of its requests than its peers of the same model do. Pure.
+"""The check whether a worker refuses (4xx) more of its requests than its peers, the other workers of its model. Pure.
 
-A 4xx is the client's fault where every worker would answer it. An engine that refuses more than its peers has other
-flags or another version: a shorter context, no tools, fewer adapters, another key.
+A 4xx is the client's fault only if every worker would give it. An engine that refuses more than its peers usually has
+other flags or another version: a shorter context, no tools, fewer adapters, another key.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ import msgspec
 
 from kvrouter.router.base.common.ids import WorkerKey
 
-# The last answers that count: what an operator has changed meanwhile should not be reported for long.
+# How many answers of a worker count, and for how long: a fault that an operator has repaired should not be reported for
+# much longer.
 WINDOW = 128
 WINDOW_S = 600.0
-# A worker is judged from this many answers on, and compared with as many of its peers together.
+# A worker is judged only if it has at least this many answers, and its peers together have as many.
 COUNTED_MIN = 32
-# A worker differs if it refuses a tenth of its requests and four times the share of its peers; less is no reason to
-# look into it.
+# A worker differs if it refuses at least a tenth of its requests, and at least four times the share that its peers
+# refuse. A smaller difference is not worth an operator's time.
 SHARE_MIN = 0.1
 RATIO = 4.0
-# The probability of a worker's refusals must also be below this where all workers refuse alike. The check is repeated
-# with every answer, so a usual level of significance would report healthy fleets within hours.
+# The worker's refusals must also be less probable than this under the assumption that all workers refuse alike. The
+# check is repeated with new answers, so a usual level of significance would report healthy fleets within hours.
 CHANCE_MAX = 1e-6
 
 # The first status that is the client's error, and the first that is the worker's.
@@ -36,7 +37,7 @@ class AnswerCount(msgspec.Struct, frozen=True):
     """The answers of one worker, or of several together, within the window."""
 
     answers: int
-    # Those with a status of 400 to 499.
+    # The number of answers with a status of 400 to 499.
     refused: int
 
     def __add__(self, other: AnswerCount) -> AnswerCount:
@@ -53,7 +54,7 @@ def differs(own: AnswerCount, peers: AnswerCount) -> bool:
     """Return whether a worker refuses so much more than its peers that neither chance nor their clients explain it."""
     if min(own.answers, peers.answers) < COUNTED_MIN:
         return False
-    # One refusal more is assumed of the peers, so that none at all is no certainty.
+    # The peers are assumed to have refused one request more, so that their share is never zero.
     usual_share = (peers.refused + 1) / (peers.answers + 1)
     own_share = own.refused / own.answers
     return own_share >= max(SHARE_MIN, RATIO * usual_share) and _chance(own, usual_share) < CHANCE_MAX
@@ -114,7 +115,7 @@ class RefusedRequests:
         window.add(self._clock(), status)
 
     def forget(self, worker: WorkerKey) -> None:
-        """Forget a worker that is gone, or whose engine may have another process now."""
+        """Forget the answers of a worker that is gone, or whose engine may have been restarted."""
         self._windows.pop(worker, None)
 
     def problems(self) -> dict[WorkerKey, str]:

@@ -21,8 +21,8 @@ class FileSource(Generic[T]):
 
         Args:
             name: The source's name.
-            file: The file, whose problems this source reports from now on.
-            workers: Returns the workers of a value, or None if it has no list of workers.
+            file: The file. This source reports its problems from now on.
+            workers: Returns the workers that a value of the file lists, or None if it has no list.
         """
         self.name = name
         self.file = file
@@ -42,7 +42,7 @@ class FileSource(Generic[T]):
         await asyncio.get_running_loop().create_future()
 
     def _take(self) -> None:
-        """Take over the file's value and problem."""
+        """Update the list and the problem from the file."""
         if self.file.value is not self._value:
             self._value = self.file.value
             workers = self._workers(self._value)

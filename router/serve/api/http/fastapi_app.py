@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -106,6 +106,15 @@ async def _on_bad_parameter(request: Request, error: Exception) -> Response:
     return _answer(request, BadQuestion(f"parameter {first['loc'][-1]}: {first['msg']}"))
 
 
+def _refuse_repeated(request: Request) -> None:
+    """Refuse a query parameter that is given twice, because it is not known which of the values counts."""
+    seen: set[str] = set()
+    for name, _ in request.query_params.multi_items():
+        if name in seen:
+            raise BadQuestion(f"parameter {printable(name)} is given twice; give it once")
+        seen.add(name)
+
+
 async def _on_bug(request: Request, error: Exception) -> Response:
     # Starlette raises the error again after this answer; `HttpApi` then logs and counts it.
     content, media_type = encode(internal_error(), request.headers.get("accept", ""))
@@ -158,6 +167,7 @@ def build_api(
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        dependencies=[Depends(_refuse_repeated)],
         exception_handlers={
             RouterError: _on_router_error,
             StoreError: _on_store_error,

@@ -4,13 +4,13 @@
 import { el } from "./dom.js";
 import { count, route, tiers, tiersOf } from "./words.js";
 
-// In the order of the bar: the prompt itself first, what it costs others last.
+// In the order of the bar: the cost of the prompt itself first, its cost for other prompts last.
 const PARTS = {
   prefill: "tokens of this prompt to compute", queued: "other prompts' tokens to compute before it", decode: "answers generated there",
-  room: "blocks that it pushes out of the worker's cache", delay: "what this prompt costs later ones (waiting, evicted blocks)",
+  room: "blocks that this prompt evicts from the worker's cache", delay: "what this prompt costs later ones (waiting, evicted blocks)",
   copy: "(bonus): a copy of a beginning that many prompts share",
-  junction: "(bonus): the longest full-attention run is here, and the next request can resume from it",
-  session: "(bonus): the session is there",
+  junction: "(bonus): the longest run of full-attention blocks is here, and the next request can resume from it",
+  session: "(bonus): the session's last prompt went there",
 };
 // These make a worker cheaper.
 const LESS = new Set(["copy", "junction", "session"]);
@@ -20,7 +20,7 @@ const SHOWN = 4;
 const parts = (one) => Object.keys(PARTS).map((name) => [name, one.parts[name] ?? 0]).filter(([, part]) => part !== 0);
 const added = (one) => parts(one).filter(([name, part]) => part > 0 && !LESS.has(name));
 
-/** The terms that the candidates have, each in words. */
+/** A list that explains the terms that occur in the candidates' costs. */
 function legend(candidates) {
   const names = new Set(candidates.flatMap((one) => parts(one).map(([name]) => name)));
   return el("ul", { class: "legend", "aria-label": "Terms of the cost, in tokens" },
@@ -61,15 +61,17 @@ function costRange(candidates) {
 }
 
 /**
- * candidates: as /select gives them with explain, in any order; chosen: route name; compared: how many there were.
- * workers: those of /workers, which say what tiers there are.
+ * candidates: the candidates of /select with explain, in any order.
+ * chosen: the route name of the chosen one.
+ * workers: the answer of /workers, from which the tiers are known.
+ * compared: how many candidates were compared, including those that were not kept.
  */
 export function costs(candidates, chosen, workers, compared = candidates.length) {
   const sorted = [...candidates].sort((a, b) => (route(b) === chosen) - (route(a) === chosen) || a.cost - b.cost);
   const most = Math.max(1, ...sorted.map((one) => added(one).reduce((sum, [, part]) => sum + part, 0)));
   const known = new Map(workers.map((one) => [route(one), one]));
   const rows = (list) => list.map((one) => row(one, chosen, most, known.get(route(one))));
-  // To fold a single one would save nothing.
+  // A single further worker is shown as well, because folding it would save no space.
   const first = sorted.length <= SHOWN + 2 ? sorted : sorted.slice(0, SHOWN + 1);
   const rest = sorted.slice(first.length);
   const left = compared - candidates.length;

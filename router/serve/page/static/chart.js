@@ -1,18 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lines over time, drawn by uPlot; what it draws is said in words beside it.
+// Lines over time, drawn by uPlot. The newest values are also given as text, for screen readers.
 
 import { el } from "./dom.js";
 import { brief, clock, minute } from "./words.js";
 
 const KEPT = 300;
 const MINUTE_S = 60;
-// Appended to a colour, #rrggbb: the first series is an area, so that a line over it is seen where both are equal.
+// The opacity, appended to a colour #rrggbb. The first series is drawn as an area, so that a line over it can be seen where
+// both are equal.
 const SHADE = "40";
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 export class Chart {
-  /** series: [name, custom property of its colour]; unit: of all of them; write: a value as text. */
+  /**
+   * unit: the unit of all series. series: [name, custom property of its colour] of each.
+   * write: returns a value as text. least: the smallest upper end of the axis.
+   */
   constructor(title, unit, series, { height = 190, write = brief, least = 1 } = {}) {
     Object.assign(this, { title, unit, series, height, write, least });
     this.data = [[], ...series.map(() => [])];
@@ -23,13 +27,13 @@ export class Chart {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.redraw());
   }
 
-  /** A panel with the chart and its title. */
+  /** Returns a panel with the chart and its title. */
   panel() {
     return el("section", { class: "panel" },
       el("h3", {}, this.title, el("span", { class: "small quiet unit", text: this.unit })), this.node);
   }
 
-  /** Appends a value of each series; the oldest ones go. */
+  /** Appends a value to each series, and drops the oldest values. */
   add(time_s, values) {
     this.data[0].push(time_s);
     values.forEach((value, i) => this.data[i + 1].push(value));
@@ -53,7 +57,7 @@ export class Chart {
     this.tell();
   }
 
-  /** The newest time at which a series has a value. */
+  /** Returns the index of the newest time at which any series has a value, or -1. */
   last() {
     let at = this.data[0].length - 1;
     while (at >= 0 && this.series.every((_, i) => this.data[i + 1][at] === null)) at -= 1;

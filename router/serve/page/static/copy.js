@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Buttons that copy a text. One listener serves all of them, so that they may be made again at each update.
+// Buttons that copy a text. One listener on the document serves all of them, so each update may create them again.
 
 import { el } from "./dom.js";
 
-// How long a button says that it was pressed.
+// How long a button shows that its text was copied.
 const SHOWN_MS = 2000;
 
 let copied = null;
 
-/** label: what is copied, as "the request's id"; shown: the button's text. */
+/** text: the text to copy; label: its name, such as "the request's id"; shown: the button's text. */
 export function copyButton(text, label, shown = "Copy") {
   const done = copied === text;
   return el("button", {
@@ -19,7 +19,7 @@ export function copyButton(text, label, shown = "Copy") {
 
 const status = el("div", { class: "unseen", role: "status", id: "copied" });
 
-/** Shows the text for the person to copy, as this browser lets no page do it. */
+/** Shows the text in a dialog for the person to copy, because this browser does not let the page do it. */
 function offer(text, label, from) {
   const area = el("textarea", { readonly: true, "aria-label": label, text });
   const dialog = el("dialog", { class: "panel offer", "aria-label": `Copy ${label}`, on: { close: () => {
@@ -33,7 +33,7 @@ function offer(text, label, from) {
   area.select();
 }
 
-/** Without a secure context, as in http://10.0.0.7:30000, there is no clipboard but this. */
+/** Copies in the older way, the only one without a secure context, as at http://10.0.0.7:30000. Returns whether it worked. */
 function copyOld(text) {
   const focused = document.activeElement;
   const area = el("textarea", { class: "unseen", readonly: true, "aria-hidden": "true" });
@@ -44,7 +44,7 @@ function copyOld(text) {
   try {
     done = document.execCommand("copy");
   } catch {
-    // The text is offered instead.
+    // The caller shows the text instead.
   }
   area.remove();
   focused?.focus();
@@ -58,7 +58,7 @@ async function copy(text) {
       return true;
     }
   } catch {
-    // Not permitted: the older way may be.
+    // This way is not permitted; the older one may be.
   }
   return copyOld(text);
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The last choices as they are made, filtered and paused on demand, and each one's reasons.
-// The address says what is shown: #decisions/ID?worker=NAME&only=wrong, each part of it optional.
+// The last choices as they are made, which can be filtered and paused, and the reasons for each of them.
+// The address determines what is shown: #decisions/ID?worker=NAME&only=wrong, each part of it optional.
 
 import { get } from "./api.js";
 import { costs } from "./bars.js";
@@ -10,10 +10,10 @@ import { clock, count, percent, route, seconds, traceUrl } from "./words.js";
 
 const POLL_MS = 2000;
 const LISTED = 50;
-// A request without an outcome that is older is not waited for: its router may have lost it.
+// An open decision that has no outcome yet is refreshed only up to this age: its router may have lost the request.
 const OPEN_S = 600;
 const KINDS = [["", "All"], ["wrong", "Predicted wrong"], ["lost", "Lost reuse"], ["failed", "Failed"]];
-// Why a filter leaves nothing, as the end of a sentence.
+// Why a filter leaves nothing: the ends of sentences that begin with words like "In the last 100 decisions,".
 const NONE = {
   "": "there is none", wrong: "every reported reuse is the predicted one",
   lost: "every prompt went to the worker that reuses the most of it", failed: "no request failed",
@@ -24,22 +24,22 @@ const PROOFS = {
   approximate: "approximate: by what was sent there before",
   unknown: "unknown: the prompt's tokens were not known",
 };
-// These outcomes are not failures.
+// The outcomes that are not failures.
 const FINE = new Set(["ok", "client_gone"]);
 const HEADING = "decision-title";
 
 let list = null;
 let loading = "";
-// The list that was read last, or is being read.
+// The path of the list that was read last, or is being read.
 let read = "";
-// "" while the list follows, else who paused it: the "person", or their "reading" of one decision.
+// "" while the list follows new decisions; "person" if the button paused it; "reading" while a decision is open.
 let paused = "";
 let decisionsBefore = 0;
 let explained = null;
 let problem = "";
 let scrolled = 0;
 
-/** What the address says: {id, worker, only}. */
+/** Returns the parts of the address: {id, worker, only}. */
 function place() {
   const [path, query] = location.hash.slice(1).split("?");
   const wanted = new URLSearchParams(query);
@@ -53,13 +53,13 @@ function hashOf({ id, worker, only }) {
 
 const goTo = (change) => { location.hash = hashOf({ ...place(), ...change }); };
 
-/** The list that the address and the header name, as the router's path. */
+/** Returns the path of the list for the filters of the address and the model of the header. */
 function pathOf({ model }) {
   const { worker, only } = place();
   return `/decisions?${new URLSearchParams(Object.entries({ limit: LISTED, worker, only, model }).filter(([, value]) => value))}`;
 }
 
-/** Reads the list, unless that is under way. */
+/** Reads the list, unless it is being read already. */
 async function refresh(app) {
   const path = pathOf(app.state);
   if (loading === path || !app.signal) return;
@@ -95,12 +95,12 @@ async function open(app) {
   scrolled = document.documentElement.scrollTop;
   if (list && !paused) pause("reading", app);
   await explain(app, id);
-  // After the frame that shows it.
+  // The first frame draws the decision, so its title can be found in the second.
   requestAnimationFrame(() => requestAnimationFrame(() => {
     const title = document.getElementById(HEADING);
     if (!title) return;
     title.closest(".pane").scrollTop = 0;
-    // In a narrow window it stands in place of the list.
+    // In a narrow window, the decision replaces the list.
     if (document.getElementById("decisions-list").checkVisibility()) return;
     title.scrollIntoView({ block: "start" });
     title.focus({ preventScroll: true });
@@ -119,7 +119,7 @@ function resume(app) {
   app.changed();
 }
 
-/** How many decisions the stream has told of, listed or not. */
+/** Returns how many decisions the stream of events has reported, including those that it skipped. */
 const made = (log) => (log.counts.get("decision") ?? 0) + log.skipped;
 
 const quoted = (text) => (/^[\w.:@-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
@@ -207,13 +207,13 @@ function shownList(openId) {
 function update(app) {
   const { state } = app;
   const { id, worker, only } = place();
-  // Also while the list is paused: another one is wanted.
+  // Read the list even while it is paused, because the filters have changed.
   if (read !== pathOf(state)) refresh(app);
   const newer = paused ? made(state.log) - decisionsBefore : 0;
   show(document.getElementById("decisions-paused"), paused ? `Paused${newer ? `, ${count(newer)} newer` : ""}.` : "");
   document.getElementById("decisions-pause").textContent = paused ? "Resume" : "Pause";
   const form = document.getElementById("decisions-filters");
-  // What is being written stays.
+  // Do not overwrite a text that is being typed.
   if (document.activeElement !== form.elements.worker) form.elements.worker.value = worker;
   form.elements.only.value = only;
   show(document.getElementById("decisions-workers"), [...new Set(state.workers.map(route))].map((name) => el("option", { value: name })));

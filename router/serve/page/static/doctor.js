@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is wrong with the fleet: the findings, by severity and code, and how to fix them.
+// The problems of the fleet: the doctor's findings by severity and code, and how to fix them.
 
 import { get } from "./api.js";
 import { copyButton } from "./copy.js";
 import { el, pill, show } from "./dom.js";
 import { count, route, seconds } from "./words.js";
 
-// A report connects to every endpoint of the fleet. The router makes one in this time, for all pages that ask.
+// A report connects to every endpoint of the fleet, so the router makes at most one in this time for all open pages.
 export const DOCTOR_MS = 60_000;
-// [title of one, title of several, tone], the gravest first.
+// For each severity, the gravest first: [title of one finding, title of several, tone].
 const SEVERITIES = { error: ["error", "errors", "bad"], warning: ["warning", "warnings", "warn"], note: ["note", "notes", ""] };
 // How many subjects of one code are shown, and how many may be unfolded.
 const SHOWN = 5;
 const UNFOLDED = 200;
 
 let running = false;
-// By code: what it means, or the reason why that is not known.
+// The explanation of each code, or an object with only `problem` that says why it could not be read.
 const meanings = new Map();
 
 /** Reads the findings; the answer may be as old as `max_age_ms`. */
@@ -66,15 +66,16 @@ function isOf(model, finding, workers) {
   return !about.length || about.some((one) => one.model === model);
 }
 
-/** Text with `code` in it. */
+/** Returns a text as nodes, with its parts in backticks as code elements. */
 const coded = (text) => text.split("`").map((part, i) => (i % 2 ? el("code", { text: part }) : part));
 
-// Quoted arguments of a command, as Python's shlex.quote writes them: what is in them ends no step. An apostrophe follows a letter.
+// Quoted arguments of a command, as Python's shlex.quote writes them: a separator within quotes does not end a part. A quote
+// after a letter is an apostrophe.
 const QUOTED = /"'"|(?<!\w)'[^']*'/;
 const COMMAND = /^(?:curl|kvrouter|nc|ls|openssl|redis-cli|valkey-cli|timedatectl|vllm|sglang|python3?) /;
 const PIECE = new RegExp(`(?:${QUOTED.source}|[^])*?(?:; |: |, | \\(|$)`, "gy");
 
-/** The parts of a fix in their order: {prose} and {command}. A command ends where its sentence goes on. */
+/** Returns the parts of a fix in order, each {prose} or {command}. A command ends at "; ", ": ", ", " or " (". */
 export function partsOf(text) {
   const parts = [];
   for (const [piece] of text.matchAll(PIECE)) {
@@ -86,7 +87,7 @@ export function partsOf(text) {
   return parts;
 }
 
-/** A fix with a button to copy each command in it. */
+/** Returns a fix as an element, with a copy button for each command in it. */
 function fix(text) {
   const shown = [];
   let prose = "";
@@ -124,7 +125,7 @@ function meaning(code) {
   return [el("p", {}, coded(known.cause)), el("p", {}, el("strong", { text: "Remedy: " }), coded(known.remedy))];
 }
 
-/** One code with everything that it was found at. */
+/** Returns a card with one code and all subjects at which it was found. */
 function card(code, list, tone) {
   const hasOneFix = list.every((one) => one.fix === list[0].fix);
   const first = list.length <= SHOWN + 1 ? list : list.slice(0, SHOWN);
@@ -181,7 +182,7 @@ export const doctor = {
   title: "Doctor",
   mount(root, app) {
     const body = el("div", { id: "doctor-now" });
-    // A details element says that it was opened to itself alone.
+    // Listen in the capture phase, because the toggle event of a details element does not bubble.
     body.addEventListener("toggle", (event) => {
       const code = event.target.dataset.explain;
       if (code && event.target.open) explain(app, code);

@@ -23,7 +23,7 @@ export function show(parent, ...wanted) {
   const focused = document.activeElement;
   const row = parent.contains(focused) ? focused.closest("[data-row]")?.dataset.row : null;
   changeChildren(parent, [...made.childNodes]);
-  // A row that moved is another element now.
+  // If the focused row moved, another element shows it now, so focus that one.
   if (row && !parent.contains(document.activeElement)) {
     const same = parent.querySelector(`[data-row="${CSS.escape(row)}"]`);
     (same?.matches("a, button") ? same : same?.querySelector("a, button"))?.focus({ preventScroll: true });
@@ -53,7 +53,7 @@ function alike(known, wanted) {
 }
 
 function change(known, wanted) {
-  // Most of what is shown stays the same, and the browser sees that much faster.
+  // Most elements do not change, and the browser's own comparison finds that much faster than the one below.
   if (known.isEqualNode(wanted)) return;
   if (known.nodeType !== Node.ELEMENT_NODE) {
     if (known.data !== wanted.data) known.data = wanted.data;
@@ -69,8 +69,8 @@ function change(known, wanted) {
   changeChildren(known, [...wanted.childNodes]);
 }
 
-/** Returns a function that says whether any of its arguments is another than in the call before: events come many times
- * a second, and change little of what is shown. */
+/** Returns a function that returns whether any of its arguments differs from the last call. Views use it to skip updates,
+ * because events come many times a second and change little of what is shown. */
 export function changes() {
   let seen = null;
   return (...inputs) => {

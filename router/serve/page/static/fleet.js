@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Workers: a heat map of all of them, and a row for each, which opens to what it holds group by group.
+// Workers: a heat map of all of them, and a row for each, which opens to show its details and the blocks of each group.
 
 import { copyButton } from "./copy.js";
 import { changes, el, meter, pill, show, tiles } from "./dom.js";
@@ -16,7 +16,7 @@ const narrow = matchMedia("(max-width: 760px)");
 const NOT_KNOWN = el("span", { class: "quiet", text: "–" });
 const some = (value, write) => (value === null ? NOT_KNOWN.cloneNode(true) : write(value));
 
-/** Columns. sorts: by what, the largest first; null sorts last. */
+/** The columns of the table. sorts: returns the value by which rows are sorted, the largest first; null comes last. */
 const COLUMNS = [
   { id: "worker", name: "Worker" },
   { id: "state", name: "State", sorts: (row) => row.trouble },
@@ -27,7 +27,8 @@ const COLUMNS = [
   { id: "lag", name: "Lag", number: true, sorts: (row) => row.lag_s },
 ];
 
-// wanted: an id whose row is to be opened as soon as it is known; version: changes with any of the others.
+// State of the view. wanted: the id of a worker whose row is opened as soon as the worker is known. found: the filtered rows
+// in order. version: a number that changes with any of the others.
 const shown = { filter: "", wanted: "", column: "state", isAscending: false, page: 0, mode: "fill", open: new Set(), found: [], version: 0 };
 let heatmap = null;
 let isChanged = changes();
@@ -47,7 +48,7 @@ function facts({ worker, load, capacity }) {
   return [
     ["Address", worker.url ? [`${worker.url} `, copyButton(worker.url, "the worker's address")] : "none"], ["Model", worker.model],
     ["State", `${worker.state.replaceAll("_", " ")} for ${seconds(worker.state_age_s)}${worker.draining ? ", draining" : ""}${worker.credited ? "" : ", earns no credit"}`],
-    ["Engine", `${worker.engine}${worker.role === "both" ? "" : `, ${worker.role} alone`}, ${worker.hash_scheme || "hash scheme not known yet"}`],
+    ["Engine", `${worker.engine}${worker.role === "both" ? "" : `, only ${worker.role}`}, ${worker.hash_scheme || "hash scheme not known yet"}`],
     ["Cache", capacity ? `${count(capacity)} blocks${cache.tokens ? `, ${count(cache.tokens)} tokens` : ""}` : "size not reported by the engine"],
     ["Events", `${worker.last_event_age_s === null ? "none yet" : `last ${seconds(worker.last_event_age_s)} ago`}, ${counted(worker.gaps, "gap")}${lost ? `, ${count(lost)} blocks differed from a snapshot` : ""}`],
     ["Load", load ? `${counted(load.active_requests, "request")}, ${count(load.potential_prefill_tokens)} tokens queued${load.saturated ? ", saturated" : ""}${load.engine ? `; the engine reports ${count(load.engine.running)} running, ${count(load.engine.waiting)} waiting` : ""}` : "not known"],
@@ -64,7 +65,7 @@ function details(row) {
     el("div", { class: "halves" },
       el("dl", { class: "facts" }, facts(row).map(([name, value]) => [el("dt", { text: name }), el("dd", {}, value)])),
       residency(row)),
-    el("p", {}, el("a", { href: `#doctor/${encodeURIComponent(row.worker.worker_id)}`, text: "What the doctor finds" }))));
+    el("p", {}, el("a", { href: `#doctor/${encodeURIComponent(row.worker.worker_id)}`, text: "The doctor's findings" }))));
 }
 
 function cache(row) {
@@ -103,7 +104,7 @@ function head() {
   })));
 }
 
-/** Rows with the filter's text in what people know a worker by; "trouble" finds those that need something. */
+/** Returns the rows whose id, model, address or state contains the filter's text. "trouble" finds workers in trouble. */
 function filtered(rows) {
   const text = shown.filter.toLowerCase();
   if (!text) return rows;
@@ -114,7 +115,7 @@ function filtered(rows) {
 
 function sorted(rows) {
   const by = COLUMNS.find((one) => one.id === shown.column).sorts;
-  // They come by id.
+  // The rows are sorted by id already.
   if (!by) return shown.isAscending ? rows : [...rows].reverse();
   const sign = shown.isAscending ? 1 : -1;
   const known = rows.filter((row) => by(row) !== null);
@@ -122,7 +123,7 @@ function sorted(rows) {
   return [...known.sort((a, b) => sign * (by(a) - by(b))), ...unknown];
 }
 
-/** Reasons of the router's health that no row gives. */
+/** Returns notices for those reasons of the router's health that no worker's row shows. */
 function notices({ health, workers }) {
   if (!health) return [];
   const given = new Set(workers.map((one) => one.reason).filter(Boolean));
@@ -211,7 +212,7 @@ function pressed(app, event) {
   }
 }
 
-/** Opens the row of a worker, on its page. */
+/** Shows the page with a worker's row, and opens the row. */
 function openRow(app, row) {
   const most = narrow.matches ? MOST_CARDS : MOST_ROWS;
   shown.page = Math.floor(shown.found.indexOf(row) / most);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The header: views, the model that all of them show, the state of the router, and links to what is elsewhere.
+// The header: the views, the model that all of them show, the state of the router, and links to other pages.
 
 import { key } from "./api.js";
 import { changes, el, pill, show } from "./dom.js";
@@ -8,10 +8,10 @@ import { modelsOf, readiness } from "./workers.js";
 
 const at = (id) => document.getElementById(id);
 
-/** Findings that want something done: notes do not. */
+/** Returns the findings that require action, which are all but notes. */
 const urgent = (findings) => findings.filter((one) => one.severity !== "note");
 
-/** [text, tone] of the router's state. */
+/** Returns [text, tone] for the router's state. */
 function verdict(state) {
   const { health, findings } = state;
   const { all, takers } = readiness(state);
@@ -35,7 +35,7 @@ function status(state) {
 
 function models(state) {
   const names = modelsOf(state);
-  // A choice that was kept and is gone must be seen, to be undone.
+  // A chosen model that no longer exists is still offered, so that the choice can be seen and undone.
   if (state.model && !names.includes(state.model)) names.push(state.model);
   return names.length < 2 ? [] : [el("option", { value: "", text: "All models" }), ...names.map((name) => el("option", { value: name, text: name }))];
 }

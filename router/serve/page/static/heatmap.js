@@ -1,27 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
 // All workers at a glance, as coloured cells on a canvas: a column for each worker, in the order of the table below it.
-// By fill, a column has a cell for the whole cache, and below it one for each group where there is room. What the pointer is on is written beside it.
+// In mode "fill", a column has a cell for the whole cache and, if there is room, one below it for each group. A tip beside
+// the pointer describes the worker under it.
 
 import { el, show, table } from "./dom.js";
 import { brief, count, middle, percent, seconds } from "./words.js";
 import { DOUBTED } from "./workers.js";
 
 const MOST_HEIGHT = 300;
-// Sizes of a cell, width and height: the largest with which all workers fit is taken.
+// Sizes of a cell, [width, height], the largest first. The first with which all workers fit is used.
 const SIZES = [[110, 26], [72, 24], [40, 20], [24, 18], [16, 14], [12, 10], [9, 8], [7, 6], [5, 5]];
-// A cell of this width has its value in it, and the worker's id below.
+// A cell that is at least this wide shows its value, and the worker's id below it.
 const TEXT_WIDTH = 40;
 const GAP = 1;
 const BELOW = 7;
 const ID_HEIGHT = 18;
 const LABELS_WIDTH = 30;
-// The first cell of a column by fill.
+// The label of the first cell of a column in mode "fill".
 const WHOLE = "all";
-// Cells of the scale that explains the colours.
+// How many steps a scale of colours has, and the values that the legend shows.
 const STEPS = 50;
 const SCALE = [0, 0.25, 0.5, 0.75, 1];
 
-/** What a cell may show. value: of a row, null where it is not known; most: of full colour, null: the largest in the fleet. */
+/**
+ * The values that cells can show. value: returns the value of a row, null if it is not known.
+ * most: the value that gets the full colour; null for the largest value in the fleet.
+ */
 export const MODES = {
   fill: { title: "Fill", colour: "--held", most: 1, value: (row) => row.fill, write: (value) => percent(value, 1), about: "Blocks held on the GPU, of those that the engine has" },
   load: { title: "Load", colour: "--part-queued", most: null, value: (row) => row.requests, write: count, about: "Requests in flight" },
@@ -34,10 +38,10 @@ const heldOf = (group) => group.media.get("GPU") ?? 0;
 const colourOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const channels = (colour) => [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
 
-/** Black or white: what is read better on a colour. */
+/** Returns black or white, whichever is easier to read on a colour. */
 const inkOn = ([red, green, blue]) => (0.299 * red + 0.587 * green + 0.114 * blue > 115 ? "#000000" : "#ffffff");
 
-/** Returns {ground, ink} of a part from 0 to 1 on a scale between two colours, in steps that the eye hardly tells apart. */
+/** Returns a function from 0 to 1 to {ground, ink} on a scale between two colours, in steps that the eye hardly sees. */
 function scale(from, to) {
   const [low, high] = [channels(from), channels(to)];
   const steps = Array.from({ length: STEPS + 1 }, (_, step) => {
@@ -48,7 +52,7 @@ function scale(from, to) {
 }
 
 export class Heatmap {
-  /** opened: called with the row on which the pointer was pressed. */
+  /** opened: called with the row whose column was clicked. */
   constructor(opened) {
     this.mode = "fill";
     this.rows = [];
@@ -78,14 +82,14 @@ export class Heatmap {
     this.watch.disconnect();
   }
 
-  /** rows: in their order; page: those that the table below shows. */
+  /** rows: all rows in order; page: the rows that the table below shows; mode: a key of MODES. */
   set(rows, page, mode) {
     Object.assign(this, { rows, page, mode });
     this.draw();
     this.drawTable();
   }
 
-  /** Chooses the size of a cell, and with it the number of columns in a line. */
+  /** Chooses the number of cells in a column and their size: groups are left out if the workers do not fit with them. */
   place() {
     const { width } = this.frame.getBoundingClientRect();
     const deepest = Math.max(0, ...this.rows.map((row) => row.groups.length));
@@ -95,7 +99,7 @@ export class Heatmap {
     }
   }
 
-  /** Returns whether all workers fit with this depth, in the largest size for which they do. */
+  /** Chooses the largest size with which all workers fit at this depth, and returns whether there is one. */
   fits(width) {
     for (const [cellWidth, cellHeight] of SIZES) {
       const hasText = cellWidth >= TEXT_WIDTH;
@@ -134,7 +138,7 @@ export class Heatmap {
     this.drawNotes();
   }
 
-  /** The value of full colour. Where no engine says its capacity, the fill is that of the fullest group. */
+  /** Returns the value of full colour. If no engine reports its capacity, fill is relative to the fullest cache. */
   largest() {
     const { most, value } = MODES[this.mode];
     this.isRelative = this.mode === "fill" && this.rows.every((row) => row.fill === null);
@@ -142,7 +146,7 @@ export class Heatmap {
     return most ?? Math.max(1e-9, ...this.rows.map((row) => value(row) ?? 0));
   }
 
-  /** The values of a row from the top, null where one is not known. */
+  /** Returns the values of a row's cells from the top, null for each that is not known. */
   values(row) {
     if (this.mode !== "fill") return [MODES[this.mode].value(row)];
     const part = (held) => (this.isRelative ? held : row.capacity ? held / row.capacity : null);
@@ -204,7 +208,7 @@ export class Heatmap {
   drawNotes() {
     const groups = this.rows[0].groups.map((one) => `${one.name} ${one.kind}`.trim());
     const order = this.depth > 1 ? ` From the top: ${[WHOLE, ...groups].join(", ")}.` : "";
-    const about = this.isRelative ? "Blocks held on the GPU; no engine says how many it has" : MODES[this.mode].about;
+    const about = this.isRelative ? "Blocks held on the GPU; no engine reports how many it has" : MODES[this.mode].about;
     show(this.notes,
       el("span", { class: "scale", role: "img", "aria-label": `from ${this.write(0)} to ${this.write(this.most)}` }, `${this.write(0)} `,
         SCALE.map((part) => el("i", { vars: { "--cell": this.look.colours(part).ground } })), ` ${this.write(this.most)}`),
@@ -236,7 +240,7 @@ export class Heatmap {
     this.tip.style.setProperty("--y", `${event.offsetY + 18}px`);
   }
 
-  /** The same values as text, of the workers on the page of the table below; made only while it is open. */
+  /** Shows the same values as a table, for the workers on the page of the table below. Drawn only while it is open. */
   drawTable() {
     if (!this.equal.open || !this.most) return;
     const groups = this.depth > 1 ? [...new Set(this.page.flatMap((row) => row.groups.map((one) => one.name)))].sort() : [];

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What happened over time, as the router keeps it (GET /history). A router that keeps none answers 404; then lines are
-// made of its counters, and begin when the page is opened.
+// The history of the traffic, which the router keeps (GET /history). A router that keeps none answers 404; then lines are
+// computed from its counters, and begin when the page is opened.
 
 import { get, total } from "./api.js";
 
@@ -10,9 +10,9 @@ export const RANGES = [
   { name: "1h", title: "1 hour", length_s: 3600 },
   { name: "24h", title: "24 hours", length_s: 86_400 },
 ];
-// "Now" in a figure: long enough that one request more or less does not change it.
+// How long "now" is in a figure: long enough that a single request does not change it much.
 const NOW_S = 60;
-// A day has a step of a minute.
+// How often the day's history is read. Its steps are a minute long.
 const DAY_REST_MS = 30_000;
 const KEPT = 1800;
 
@@ -28,7 +28,7 @@ export const HISTORY_METRICS = [...new Set(Object.values(COUNTERS).map(([name]) 
 
 const nothing = () => ({ time_s: [], series: Object.fromEntries(NAMES.map((name) => [name, []])), step_s: 1 });
 
-/** The differences of the counters from one look to the next. */
+/** The history of a router that keeps none: the differences of its counters from one look to the next. */
 class OwnHistory {
   constructor() {
     this.lines = nothing();
@@ -41,7 +41,7 @@ class OwnHistory {
     if (this.before?.model === model) {
       const { time_s: times, series } = this.lines;
       times.push(time_s);
-      // A counter that went back belongs to a router that was started again.
+      // A counter that became smaller belongs to a router that was restarted.
       const grown = new Map(totals.map(([name, value], i) => [name, Math.max(0, value - this.before.totals[i][1])]));
       for (const name of NAMES) series[name].push(grown.get(name) ?? null);
       this.lines.step_s = time_s - this.before.time_s;
@@ -55,7 +55,7 @@ class OwnHistory {
 
 const sum = (column) => column.reduce((all, value) => all + (value ?? 0), 0);
 
-/** The part of some lines from a time on. */
+/** Returns the part of the lines from a time on. */
 function cut(lines, from_s) {
   let first = lines.time_s.findIndex((time_s) => time_s >= from_s);
   if (first < 0) first = lines.time_s.length;
@@ -73,7 +73,7 @@ export class History {
     this.hour = null;
     this.day = null;
     this.dayAt = -Infinity;
-    // Changes with anything that is shown.
+    // Changes whenever anything that is shown changes.
     this.version = 0;
   }
 
@@ -104,7 +104,7 @@ export class History {
       return await get(`/history?range=${range}${model ? `&model=${encodeURIComponent(model)}` : ""}`, signal);
     } catch (error) {
       if (error.status !== 404) throw error;
-      // A model without a request yet has no history either.
+      // The 404 may mean that the model has had no request yet, so try without a model.
       if (model) await this.ask(range, "", signal);
       else this.isKept = false;
       return null;
@@ -121,7 +121,7 @@ export class History {
   get shown() {
     const { length_s } = RANGES.find((one) => one.name === this.range) ?? RANGES[0];
     const lines = (this.isKept ? (this.range === "24h" ? this.day : this.hour) : this.own.lines) ?? nothing();
-    // The router's clock, as the browser's may differ. A time is that at which a step began.
+    // Use the router's clock, because the browser's may differ. Each time is the beginning of a step.
     const to_s = (lines.time_s.at(-1) ?? Date.now() / 1000) + lines.step_s;
     return { ...cut(lines, to_s - length_s), from_s: to_s - length_s, to_s };
   }
@@ -131,7 +131,7 @@ export class History {
     return sums(this.shown);
   }
 
-  /** Sums of the last minute, and of the last hour, with its percentiles where the router keeps them. */
+  /** The sums of the last minute and of the last hour. Percentiles of the minute are those of its last step. */
   get now() {
     const lines = (this.isKept ? this.hour : this.own.lines) ?? nothing();
     const recent = cut(lines, (lines.time_s.at(-1) ?? 0) + lines.step_s - NOW_S);

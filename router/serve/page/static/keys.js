@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Keyboard shortcuts. None of them does anything while something is being written.
+// Keyboard shortcuts. They do nothing while the person types in a field.
 
 import { el } from "./dom.js";
 
@@ -12,13 +12,13 @@ const shortcuts = (views) => [
   ["k", "previous row"],
   ["Enter", "open the row"],
   [`1 to ${views.length}`, views.map((one) => one.title).join(", ")],
-  ["Esc", "close what is open, leave the filter"],
+  ["Esc", "leave the filter, or close the open details"],
   ["?", "show these shortcuts"],
 ];
 
 const isWriting = (node) => node.isContentEditable || node.matches("input:not([type=radio], [type=checkbox]), select, textarea");
 
-/** Focuses the next (1) or previous (-1) of the view's rows, [data-row]: the row itself, or what is first in it to focus. */
+/** Focuses the next (1) or previous (-1) row of the view, [data-row]: the row itself, or its first focusable element. */
 function step(root, by) {
   const rows = [...root.querySelectorAll("[data-row]")].filter((row) => row.checkVisibility());
   const at = rows.findIndex((row) => row.contains(document.activeElement));
@@ -38,7 +38,7 @@ export function showShortcuts(views) {
   dialog.showModal();
 }
 
-/** options: views; root: of the view; close: closes what is open there. */
+/** views: all views; root: the element of the present view; close: closes whatever is open in it. */
 export function listenToKeys({ views, root, close }) {
   addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;

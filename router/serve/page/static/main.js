@@ -19,9 +19,9 @@ const VIEWS = [overview, fleet, reuse, decisions, prompt, eventsView, doctor, st
 const MODEL = "kvrouter-model";
 const METRICS = [...new Set([...REUSE_METRICS, ...HISTORY_METRICS])];
 const POLL_MS = 2000;
-// The step of the router's history.
+// The shortest step of the router's history.
 const HISTORY_MS = 5000;
-// Sums of whole days.
+// Savings are sums of whole days, so they are read rarely.
 const SAVINGS_MS = 60_000;
 // An answer of a large fleet takes long to make: never more than a tenth of the time is spent on it.
 const REST = 9;
@@ -208,7 +208,7 @@ function open() {
   app.changed();
 }
 
-/** Reads at once what the view needs and nobody has read. */
+/** Reads at once the data that only this view needs. */
 function look() {
   const { signal } = running;
   if (view === store) lookAtStore(signal).then(app.changed, say);

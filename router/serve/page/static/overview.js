@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an operator looks for first: how much traffic, how much of it reused, how fast, how well, and what is in trouble.
+// The figures that an operator looks for first: traffic, reuse, time to first token, failures, and workers in trouble.
 
 import { Chart } from "./chart.js";
 import { changes, el, pill, show, table } from "./dom.js";
@@ -8,7 +8,7 @@ import { brief, count, counted, middle, percent, rate, seconds, tone } from "./w
 import { BROKEN, NO_WORKER, inTrouble, workerRows } from "./workers.js";
 
 const MOST_TROUBLED = 5;
-// Shares of failed requests that are more than clients which write nonsense.
+// Shares of failed requests from which the tile is a warning and an error: more than clients with invalid requests cause.
 const MANY_FAILED = 0.01;
 const MOST_FAILED = 0.05;
 const CHART = { height: 150 };
@@ -22,7 +22,7 @@ const charts = {
 
 const quotient = (part, all, factor = 1) => (all ? (factor * part) / all : null);
 
-/** Lines for the charts, of the sums of each step. */
+/** Draws the charts from the sums of each step. */
 function drawCharts({ time_s, from_s, to_s, step_s, series }) {
   const when = { time_s, from_s, to_s };
   const perSecond = (column) => column.map((value) => (value === null ? null : value / step_s));
@@ -45,7 +45,7 @@ function tiles(state) {
   return el("ul", { class: "tiles" },
     tile("decisions", "Requests per second", rate(quotient(minute.requests, minute.length_s)), inHour(count(hour.requests))),
     tile("reuse", "Prompt tokens reused", percent(minute.delivered_tokens, minute.prompt_tokens), inHour(percent(hour.delivered_tokens, hour.prompt_tokens))),
-    tile("fleet", "First token, p50", seconds(minute.ttft_p50_s), inHour(`p95 ${seconds(minute.ttft_p95_s)}; ${seconds(hour.ttft_p95_s)}`)),
+    tile("fleet", "First token, p50", seconds(minute.ttft_p50_s), inHour(`p95 ${seconds(minute.ttft_p95_s)}; p95 ${seconds(hour.ttft_p95_s)}`)),
     tile("decisions?only=failed", "Requests failed", percent(minute.failed, minute.requests), inHour(percent(hour.failed, hour.requests)), urgency(quotient(minute.failed, minute.requests))),
     tile("reuse", "Prefill saved, last hour", `≈ ${brief(saved)}`, `tokens of prefill${hour.saved_s ? `, ${seconds(hour.saved_s)} of engine time` : ""}`),
     tile("fleet/trouble", "Workers in trouble", count(troubled.length), `of ${counted(rows.length, "worker")}`, isBroken ? "bad" : troubled.length ? "warn" : ""));
@@ -77,7 +77,7 @@ const cells = (sums) => [brief(sums.requests), brief(sums.prompt_tokens), share(
 
 const modelName = (name) => el("span", { title: name, text: middle(name, 40) });
 
-/** What was saved: by day, and by model where there are several. */
+/** Returns a panel with the savings by day, and by model if there are several. */
 function savings({ savings: known }) {
   if (!known || known.isMissing) return null;
   const { days } = known;

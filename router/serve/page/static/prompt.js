@@ -34,7 +34,8 @@ function chat(text) {
   return body;
 }
 
-/** A command that asks /select the same. The body is read from a here-document, as an argument has a limit and quotes. */
+/** Returns a curl command with the same question for /select. The body is in a here-document, because an argument has a
+ * limited length and would need quoting. */
 function curlOf(body) {
   const header = key() ? ' -H "authorization: Bearer $KVROUTER_API_KEY"' : "";
   return `curl -s ${location.origin}/select -H 'content-type: application/json'${header} -d @- <<'EOF'\n${JSON.stringify(body)}\nEOF`;
@@ -133,7 +134,7 @@ function update({ state }) {
       el("h3", { text: choice.problem ? "No worker would get it" : `It would go to ${choice.worker_id}` }),
       el("p", { text: choice.problem ?? choice.reason }), choice.candidates ? costs(choice.candidates, route(choice), state.workers) : null,
       el("details", {}, el("summary", { text: "The same from a terminal" }), el("div", { class: "command" }, el("code", { text: curl }), copyButton(curl, "the command")))),
-    el("p", { class: "quiet", text: `${count(length)} tokens. Each bar is the whole prompt. The coloured part is cached in that group; the mark is the longest hit that this group alone would allow. A group with a window needs only the end of it.` }),
+    el("p", { class: "quiet", text: `${count(length)} tokens. Each bar is the whole prompt. Its coloured part is cached in that group; the mark is the longest hit that this group alone would allow. A group with a window needs only the end of it.` }),
     names.map((name) => worker(name, query.instances[name], length, state)));
 }
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The choice of the time that charts show, which all views share.
+// The buttons that choose the range of time that charts show. All views share the choice.
 
 import { el, show } from "./dom.js";
 import { RANGES } from "./history.js";
 
-/** A group of buttons, one for each range. */
+/** Returns an empty group for the buttons, which `drawRanges` fills. */
 export function rangePicker(app, id) {
   return el("div", { class: "ranges", role: "group", "aria-label": "Time shown", id, on: { click: (event) => {
     const { range } = event.target.dataset;
@@ -15,7 +15,7 @@ export function rangePicker(app, id) {
   } } });
 }
 
-/** Shows which range is chosen, and since when there are lines where the router keeps none. */
+/** Draws a button for each range, with the chosen one pressed. If the router keeps no history, says so instead. */
 export function drawRanges(id, { history }) {
   show(document.getElementById(id), history.isKept ? RANGES.map(({ name, title }) =>
     el("button", { type: "button", class: "second", "data-range": name, "aria-pressed": String(history.range === name), text: title }))

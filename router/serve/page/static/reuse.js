@@ -42,9 +42,9 @@ const BANDS = [
   ["Up to 1,024 tokens more", "1024.0"],
   ["Over 1,024 tokens more", "+Inf"],
 ];
-// Those whose predictions were wrong come first; the others are read by few.
+// How many workers are shown at first. Workers with wrong predictions come first, because few people read the others.
 const MOST_WORKERS = 15;
-const NO_ANSWER = "No answer passed this router yet whose reuse is known.";
+const NO_ANSWER = "No answer with a known reuse has passed through this router yet.";
 
 let showsAll = false;
 let isChanged = changes();
@@ -62,7 +62,7 @@ function drawHistory({ history }) {
   proof.set(when, [perSecond("predicted_tokens"), perSecond("delivered_tokens")]);
   choice.set(when, [perSecond("possible_tokens"), perSecond("chosen_tokens")]);
   const sums = history.totals;
-  // A request that is chosen while a step ends may be counted in one of the two alone.
+  // A choice that is made while a step ends may be counted in only one of the two sums.
   const chosen = Math.min(sums.chosen_tokens, sums.possible_tokens);
   show(document.getElementById("reuse-now"), tiles([
     ["Prompt tokens reused", percent(sums.delivered_tokens, sums.prompt_tokens), `${brief(sums.delivered_tokens)} of ${brief(sums.prompt_tokens)}`],

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Redis, the routers on it, and who follows whom.
+// The store (Redis), the routers that use it, and the workers that each router follows.
 
 import { el, show, table, tiles } from "./dom.js";
 import { bytes, count, percent, route } from "./words.js";
 
-// How many names stand in a cell before they are folded, and how many are listed at all.
+// How many names a cell shows before they are folded, and how many are listed in all.
 const SHOWN = 6;
 const LISTED = 200;
 

@@ -37,10 +37,10 @@ export function bytes(value) {
 export const clock = (time_s) => new Date(time_s * 1000).toLocaleTimeString("en-GB");
 export const minute = (time_s) => clock(time_s).slice(0, 5);
 
-/** A rate: 3 digits, as 29.4 or 0.02. */
+/** A rate with 3 digits, such as 29.4 or 0.02. */
 export const rate = (value) => (value === null || value === undefined ? "–" : value < 1000 ? some.format(value) : short.format(value));
 
-/** A long name without its middle, as ids differ at both ends. */
+/** A long name with its middle left out, because ids mostly differ at their ends. */
 export function middle(text, most = 28) {
   if (text.length <= most) return text;
   const kept = most - 1;
@@ -50,7 +50,7 @@ export function middle(text, most = 28) {
 /** "1 worker", "2 workers". */
 export const counted = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
 
-/** The address of a request's trace, by the template of the setting trace_url; null where that lacks a part. */
+/** The address of a request's trace, from the setting trace_url; null if the setting or a part that it needs is missing. */
 export function traceUrl(template, parts) {
   if (!template) return null;
   let isWhole = true;
@@ -65,13 +65,14 @@ export const group = (idx) => (idx === null || idx === undefined ? "g-" : `g${id
 
 const NAMES = { cpu: "CPU" };
 const MEDIA = { STORAGE: "disk" };
-/** The tiers behind the GPU in which a worker holds blocks or has held some. */
+/** The names of the tiers in which a worker holds blocks or has held some. */
 export const tiersOf = (worker) => new Set(Object.keys(worker?.residency ?? {}).map((place) => {
   const medium = place.split(":")[1];
   return MEDIA[medium] ?? medium.toLowerCase();
 }));
 
-/** The tokens of a hit by tier, the nearest first, as "688 on the GPU, +64 CPU". has: tiers that are named with 0 too. */
+/** The tokens of a hit by tier, the nearest first, such as "688 on the GPU, +64 CPU". has: tiers that are named even if
+ * they add 0 tokens. */
 export function tiers(hit, has) {
   const known = Object.entries(hit).filter(([name, tokens]) => typeof tokens === "number" && name !== "longest_matched");
   return known.map(([name, tokens], i) => {

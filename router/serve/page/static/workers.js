@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// What several views show of a worker: how full it is, how busy, how much it reuses, and what is wrong with it.
+// The facts about a worker that several views show: its fill, its load, its reuse, and what is wrong with it.
 
 import { changes } from "./dom.js";
 import { group, route, tone } from "./words.js";
 
-/** How urgent the trouble of a worker is. */
+// How urgent the trouble of a worker is, in rising order.
 export const FINE = 0;
 export const NOTED = 1;
 export const DOUBTED = 2;
 export const BROKEN = 3;
 
-export const NO_WORKER = "No worker is registered: start with --worker, or POST /register.";
+export const NO_WORKER = "No worker is registered: start with --worker, or run kvrouter add.";
 
 const collator = new Intl.Collator("en", { numeric: true });
 
-/** The sentences about a worker; one that only repeats another is left out. */
+/** Returns the sentences about a worker, without those that only repeat another. */
 function reasons(worker) {
   const kept = [];
   for (const text of [worker.reason, worker.predictions, worker.closed]) {
@@ -25,13 +25,13 @@ function reasons(worker) {
 
 function trouble(worker, load) {
   if (tone(worker.state) === "bad") return BROKEN;
-  // An operator drains a worker on purpose.
+  // A draining worker is closed on purpose, so that is no trouble.
   if (worker.closed && !worker.draining) return BROKEN;
   if (worker.predictions || load?.saturated || (worker.state !== "live" && !worker.approximate)) return DOUBTED;
   return worker.draining || worker.approximate || worker.reason ? NOTED : FINE;
 }
 
-/** Blocks by group, each with its kind and its blocks by medium. */
+/** Returns a worker's groups, each with its kind and its blocks by medium. */
 function groupsOf(worker) {
   const groups = new Map((worker.catalog?.groups ?? []).map((one) =>
     [group(one.group_idx), { name: group(one.group_idx), kind: one.kind.replaceAll("_", " "), media: new Map() }]));
@@ -65,7 +65,7 @@ let rows = [];
 let places = new Map();
 const isChanged = changes();
 
-/** Sorts rows by id; comparing a thousand ids takes long, so their places are kept until others come. */
+/** Sorts rows by id. Comparing a thousand ids takes long, so their places are remembered until the set of rows changes. */
 function sortById(list) {
   if (list.length !== places.size || !list.every((row) => places.has(row.key))) {
     list.sort((a, b) => collator.compare(a.id, b.id) || collator.compare(a.key, b.key));
@@ -74,7 +74,7 @@ function sortById(list) {
   return list.sort((a, b) => places.get(a.key) - places.get(b.key));
 }
 
-/** A row for each rank of each worker of the chosen model, by id; made once for each answer of the router. */
+/** Returns a row for each rank of each worker of the chosen model, by id. Computed once for each answer of the router. */
 export function workerRows(state) {
   if (isChanged(state.workers, state.loads, state.model)) {
     const loads = new Map(state.loads.flatMap((model) => model.loads.map((one) => [`${model.model_name}/${route(one)}`, one])));
@@ -88,7 +88,7 @@ export const inTrouble = (list) => list.filter((row) => row.trouble >= DOUBTED);
 
 export const modelsOf = (state) => [...new Set(state.workers.map((one) => one.model))].sort(collator.compare);
 
-/** Workers of the router, counted without their ranks: all, and those that take requests. */
+/** Returns how many workers there are in all, and how many take requests. The ranks of a worker count as one. */
 export function readiness(state) {
   const all = new Set();
   const takers = new Set();
