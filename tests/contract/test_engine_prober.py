@@ -14,10 +14,13 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.follow.discovery.engine_prober import EngineProber, ProbeRequest
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.engine_answers import EngineAnswers
 from kvrouter.router.model.workers.engine_key import EngineKey
+from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.model.workers.source_precedence import REGISTER
 from tests.support.certificates import Authority
 
 WHOLE = ProbeRequest(model=True, streams=True)
@@ -87,6 +90,31 @@ async def test_an_engine_that_does_not_answer_did_not_describe_itself(caplog: py
     (record,) = [record for record in caplog.records if record.name.endswith("engine_prober")]
     assert record.message == "engine described itself in part or not at all"
     assert "http://127.0.0.1:9 cannot be reached: Connection refused)" in record.__dict__["problem"]
+
+
+@pytest.mark.parametrize("listed_key", [None, "own"])
+async def test_a_client_does_not_name_the_key_of_an_engine_that_a_source_shows(listed_key: str | None) -> None:
+    received: list[str] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
+        received.extend(line for line in head if line.startswith("authorization:"))
+        writer.write(ok(MODELS))
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server, aiohttp.ClientSession() as session:
+        url = f"http://127.0.0.1:{port_of(server)}"
+        # The engine is not registered by its source yet, and a client has registered it already.
+        clients = Registration(WorkerKey("m", "w1", 0), url=url, source=REGISTER, engine_key="other")
+        key = EngineKey("common", AllowList(), lambda: registrations)
+        registrations = [clients]
+        key.take("common", {"own": "second", "other": "third"})
+        prober = EngineProber(session, key=key, clock=time.monotonic, rng=random.Random(0), changed=lambda: None)
+        prober.want({url: ProbeRequest(model=True, engine_key=listed_key)})
+        await prober.look()
+        await prober.ask(url, ProbeRequest(model=True, engine_key="other"))
+        assert received == [f"authorization: bearer {'common' if listed_key is None else 'second'}"] * 2
 
 
 def test_an_engine_that_cannot_say_where_its_events_are_is_one() -> None:

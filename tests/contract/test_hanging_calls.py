@@ -118,6 +118,49 @@ async def test_a_file_of_keys_that_hangs_is_a_problem_until_it_is_read(tmp_path:
     assert (reloaded.value, reloaded.problem) == (b"2", "")
 
 
+async def test_many_that_want_a_change_at_once_share_one_look(tmp_path: Path, pipe: Pipe) -> None:
+    file = tmp_path / "keys"
+    file.write_text("x")
+    pipe.write(b"1")
+    hang_s = 60.0
+    reloaded = Reloaded("api_keys", [file], pipe.read, None, hang_s=hang_s)
+    reads: list[str] = []
+    call = reloaded._changed._call
+    reloaded._changed._call = lambda: reads.append("") or call()  # type: ignore[func-returns-value]
+    file.write_text("xy")
+    looks = [asyncio.create_task(reloaded.look(at_once=True)) for _ in range(5)]
+    await asyncio.sleep(0)
+    # The first client hangs up, and the others still get the look under way.
+    looks[0].cancel()
+    pipe.write(b"2")
+    assert await asyncio.gather(*looks[1:]) == [True, False, False, False]
+    assert reloaded.value == b"2" and len(reads) == 1
+
+
+async def test_nobody_who_wants_a_change_at_once_waits_for_a_file_that_hung(tmp_path: Path, pipe: Pipe) -> None:
+    file = tmp_path / "keys"
+    file.write_text("x")
+    pipe.write(b"1")
+    reloaded = Reloaded("api_keys", [file], pipe.read, None, hang_s=HANG_S)
+    waits: list[float] = []
+    result = reloaded._changed.result
+
+    async def counted(timeout_s: float) -> list[bytes]:
+        waits.append(timeout_s)
+        return await result(timeout_s)
+
+    reloaded._changed.result = counted  # type: ignore[method-assign, assignment]
+    file.write_text("xy")
+    while not reloaded.problem:
+        await asyncio.gather(*(reloaded.look(at_once=True) for _ in range(5)))
+    assert len(waits) == 1, "one wait for all"
+    assert not await reloaded.look(at_once=True) and len(waits) == 1
+    pipe.write(b"2")
+    while not await reloaded.look():
+        pass
+    assert (reloaded.value, reloaded.problem) == (b"2", "")
+
+
 def test_a_start_does_not_wait_for_a_file_that_hangs(tmp_path: Path, pipe: Pipe) -> None:
     file = tmp_path / "keys"
     file.write_text("x")

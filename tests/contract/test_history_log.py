@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,18 +18,21 @@ import pytest
 import redis
 
 from kvrouter.contract.history import SavedDay
+from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.common.task_supervisor import TaskSupervisor
 from kvrouter.router.base.redis_client.connection import Connection
 from kvrouter.router.base.redis_client.errors import StoreUnavailable
 from kvrouter.router.base.redis_client.servers import Servers
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.index.store import keys
-from kvrouter.router.observe.history.history import FINE_STEP_S, MINUTE_S
+from kvrouter.router.observe.history import history_keeper
+from kvrouter.router.observe.history.history import FINE_STEP_S, MINUTE_S, RANGE_S
 from kvrouter.router.observe.history.history_entry import MAX_MODELS, OTHER, HistoryEntry, ModelStep
 from kvrouter.router.observe.history.history_keeper import HistoryKeeper
 from kvrouter.router.observe.history.history_log import ENTRIES_PER_READ, HistoryLog
 from kvrouter.router.observe.history.history_metrics import HistoryMetrics
-from kvrouter.router.observe.history.saved_days import models_in
+from kvrouter.router.observe.history.saved_days import last_days, models_in
+from kvrouter.router.observe.history.shadow_cache import WorkerCache
 from kvrouter.router.observe.history.unwritten import Unwritten
 from kvrouter.router.route.load.traffic_sums import TrafficSums
 
@@ -203,6 +206,18 @@ async def test_sums_of_a_day_outlive_foreign_values(store_url: str, raw: Any) ->
         assert raw.ttl(keys.savings(DAY)) > 0
 
 
+async def test_a_sum_that_redis_refuses_twice_is_dropped(store_url: str, raw: Any) -> None:
+    async with writers(store_url, "a") as (one,):
+        # More than Redis can add.
+        one.unwritten.add_day(DAY, "m", (1, 2**63, 0, 0, 0))
+        await one.write()
+        assert (one.lost("damaged"), one.lost("unwritten")) == (1, 1)
+        one.unwritten.add_day(DAY, "m", SUMS)
+        await one.write()
+        assert await one.log.savings([DAY]) == [SavedDay(DAY, "m", 4, 100, 60, 20, 1.5)]
+        assert (one.lost("damaged"), one.lost("unwritten")) == (1, 1)
+
+
 async def test_a_day_has_at_most_16_models_and_other_whoever_writes(store_url: str, raw: Any) -> None:
     async with writers(store_url, "a", "b") as (one, two):
         for process, prefix in ((one, "a/ä:{}"), (two, "b")):
@@ -225,24 +240,82 @@ async def test_old_entries_are_trimmed(store_url: str, raw: Any) -> None:
         assert raw.xlen(keys.HISTORY_STEPS) < 200
 
 
-async def test_the_steps_are_those_of_redis_clock(store_url: str, raw: Any) -> None:
-    servers = await Servers.open(store_url)
-    registry = MetricRegistry()
-    supervisor = TaskSupervisor(clock=time.monotonic, rng=random.Random(0))
+@asynccontextmanager
+async def started_keeper(
+    url: str,
+    traffic: TrafficSums,
+    registry: MetricRegistry,
+    caches: Callable[[], Mapping[str, Sequence[WorkerCache]]] = dict,
+) -> AsyncIterator[HistoryKeeper]:
+    servers = await Servers.open(url)
     keeper = HistoryKeeper(
-        TrafficSums(),
-        writer="a",
+        traffic,
+        writer="keeper",
         clock=time.monotonic,
         wall_clock=lambda: 1_000.0,
+        caches=caches,
         metrics=HistoryMetrics(registry),
         servers=servers,
-        supervisor=supervisor,
+        supervisor=TaskSupervisor(clock=time.monotonic, rng=random.Random(0)),
     )
     try:
         keeper.start()
-        while keeper.now() < BEGAN_S // 2:
-            await asyncio.sleep(0.01)
-        assert abs(keeper.now() - time.time()) < MINUTE_S
+        yield keeper
     finally:
         await keeper.stop()
         await servers.close()
+
+
+async def test_the_steps_are_those_of_redis_clock(store_url: str, raw: Any) -> None:
+    async with started_keeper(store_url, TrafficSums(), MetricRegistry()) as keeper:
+        while keeper.now() < BEGAN_S // 2:
+            await asyncio.sleep(0.01)
+        assert abs(keeper.now() - time.time()) < MINUTE_S
+
+
+async def test_only_entries_ahead_of_redis_clock_count_as_lost(store_url: str, raw: Any) -> None:
+    now_s = int(time.time()) // MINUTE_S * MINUTE_S
+    async with writers(store_url, "a") as (one,):
+        # Trimming leaves some of the entries that are older than the longest range.
+        for start_s in (now_s - 3 * RANGE_S[FINE_STEP_S], now_s + RANGE_S[FINE_STEP_S], now_s - MINUTE_S):
+            one.unwritten.add(FINE_STEP_S, start_s, ModelStep("m", 1, 0, 0, 0, 0, 0, 0, 0, ttft=[]))
+            await one.write()
+        registry = MetricRegistry()
+        async with started_keeper(store_url, TrafficSums(), registry) as keeper:
+            while keeper.reply(RANGE_S[FINE_STEP_S], None).totals.requests == 0:
+                await asyncio.sleep(0.01)
+            assert registry.get_sample_value("kvrouter_history_entries_lost_total", {"reason": "time"}) == 1
+
+
+async def test_a_stop_follows_all_prompts_and_other_tasks_go_on(
+    store_url: str, raw: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each prompt takes a turn.
+    monkeypatch.setattr(history_keeper, "FOLLOW_TURN_S", 0.0)
+    monkeypatch.setattr(history_keeper, "FOLLOW_S", 0.01)
+    traffic, began, prompts = TrafficSums(), asyncio.Event(), 500
+    followed: set[int] = set()
+
+    def caches() -> Mapping[str, Sequence[WorkerCache]]:
+        began.set()
+        return {}
+
+    async def watch() -> None:
+        while True:
+            followed.add(traffic.of("m").round_robin_tokens)
+            await asyncio.sleep(0)
+
+    async with started_keeper(store_url, traffic, MetricRegistry(), caches):
+        for _ in range(prompts):
+            traffic.answered(WorkerKey("m", "w0", 0), [], 100, 1)
+        await began.wait()
+        # The follower has a part of them.
+        for _ in range(prompts):
+            traffic.answered(WorkerKey("m", "w0", 0), [], 100, 1)
+        watching = asyncio.create_task(watch())
+    watching.cancel()
+    assert len(followed) > prompts
+    async with writers(store_url, "a") as (one,):
+        rows = await one.log.savings(last_days(time.time(), 2))
+        assert sum(row.reused_tokens for row in rows) == 2 * prompts
+        assert sum(row.round_robin_tokens for row in rows) == 2 * prompts

@@ -5,16 +5,21 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.base.common.json_arrays import LONG_BODY_BYTES
 from kvrouter.router.route.load.key_shares import KeyShares
 from kvrouter.router.route.tokens.proxied_paths import AUDIO, PATHS, WITHOUT_PROMPT
 from kvrouter.router.serve.access.api_keys import parse_keys
 from kvrouter.router.serve.api.http.http_api import HttpApi
+from kvrouter.router.serve.proxy import request_reader
+from kvrouter.router.serve.proxy.openai_body import with_fields
 from tests.contract.api_support import TinyCore, TinyTokens, build, call
 from tests.contract.proxy_support import proxying, worker
 from tests.support.scripted_engine import ScriptedEngine, plain
@@ -171,11 +176,45 @@ def test_a_keys_salt_is_put_into_its_proxied_prompts(file: Path, path: str) -> N
         assert request == "private", "the prediction is about the prompt that the engine gets"
 
 
+@pytest.mark.parametrize("path", sorted(PATHS - AUDIO))
+def test_a_key_with_a_salt_sends_nothing_to_engines_that_ignore_it(file: Path, path: str) -> None:
+    text = {"model": "m", "prompt": "hi", "messages": [{"role": "user", "content": "hi"}], "input": "hi"}
+    with ScriptedEngine(plain(b"{}")) as engine:
+        registration = msgspec.structs.replace(worker("w0", engine.url), engine="sglang")
+        with proxying(registration, api_keys_file=str(file)) as router:
+            is_taken = path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", *WITHOUT_PROMPT)
+            for name, more in (("salted", {}), ("bound", {"cache_salt": "mine"})):
+                status, _, answer = router.post(path, text | more, bearer(name))
+                assert status == (200 if is_taken else 403)
+                if not is_taken:
+                    error = json.loads(answer)["error"]
+                    assert error["code"] == "salt_not_allowed" and f"ignore `cache_salt` at {path}" in error["message"]
+            assert router.post(path, text, bearer("old"))[0] == 200, "a key without a salt sends anything"
+            assert len(engine.asked) == (3 if is_taken else 1)
+
+
 def test_a_keys_salt_keeps_the_other_values_of_a_body(file: Path) -> None:
     body = b'{"n":  1.50,"cache_salt": null,"model": "m", "prompt": [1,2,3], "cache_salt": ""}'
     with ScriptedEngine(plain(b"{}")) as engine, proxying(worker("w0", engine.url), api_keys_file=str(file)) as router:
         assert router.post("/v1/completions", body, bearer("salted"))[0] == 200
         assert engine.asked[0].body == b'{"n":1.50,"cache_salt":"private","model":"m","prompt":[1,2,3]}'
+
+
+def test_a_keys_salt_is_put_into_a_long_body_in_a_thread(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
+    def watched(raw: bytes, changes: dict[str, str]) -> bytes:
+        threads.append(threading.current_thread().name)
+        return with_fields(raw, changes)
+
+    monkeypatch.setattr(request_reader, "with_fields", watched)
+    with ScriptedEngine(plain(b"{}")) as engine, proxying(worker("w0", engine.url), api_keys_file=str(file)) as router:
+        for length in (1, LONG_BODY_BYTES):
+            body = {"model": "m", "prompt": "a" * length}
+            assert router.post("/v1/completions", body, bearer("salted"))[0] == 200
+            assert json.loads(engine.asked[-1].body) == body | {"cache_salt": "private"}
+    short, long = threads
+    assert short != long, "the short body is changed on the loop"
 
 
 @pytest.mark.parametrize("path", HIT_PATHS)

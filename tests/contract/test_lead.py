@@ -12,6 +12,7 @@ import time
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -145,6 +146,21 @@ async def test_a_backlog_beyond_its_bound_rewrites_the_epoch(
         seq = engine.publish(stored(TOKENS, 6, 12))
         await until(lambda: is_well(core, 12), "it does not go on")
         await until(lambda: held_in_store(server) == {*CHAIN, *others}, "the store does not go on")
+
+
+async def test_another_key_of_an_engine_keeps_its_stream_and_its_index(server: StoreServer, engine: FakeEngine) -> None:
+    async with following(server, engine) as core, router(server, SECOND) as second:
+        await until(lambda: is_well(second, 12), "the worker is not live in the second router")
+        streams, epoch = [member.registry.streams[WORKER] for member in (core, second)], status(core).epoch
+        # The registration has no URL, so no key is sent; a proxied engine has one.
+        await core.register(msgspec.structs.replace(streams[0].registration, engine_key="team"))
+
+        def named() -> bool:
+            return all(member.registry.streams[WORKER].registration.engine_key == "team" for member in (core, second))
+
+        await until(named, "the key's name does not arrive")
+        assert [member.registry.streams[WORKER] for member in (core, second)] == streams
+        assert status(core).epoch == epoch and is_well(core, 12) and is_well(second, 12)
 
 
 async def test_a_lost_lease_ends_the_lead(server: StoreServer, engine: FakeEngine) -> None:

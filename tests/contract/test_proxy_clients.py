@@ -7,6 +7,7 @@ Each gets its answer, and its resources are freed.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -39,6 +40,27 @@ def test_clients_that_hang_up_end_their_requests_and_no_worker_is_blamed() -> No
         assert router.admission.problem(W0) is None
         until(lambda: router.sample("proxy_requests_total", path=CHAT, outcome="client_gone") == n, "counted")
         assert router.sample("proxy_open_requests") == 0
+
+
+def test_a_client_that_hangs_up_while_a_changed_key_is_read_ends_the_refused_request() -> None:
+    async def refuse(asked: Asked, wire: Wire) -> None:
+        await wire.send(STREAM_HEAD.replace(b"200 OK", b"401 Unauthorized"), chunk(b"refused"))
+        await wire.gone.wait()
+
+    reads = threading.Event()
+
+    async def read() -> None:
+        reads.set()
+        await asyncio.Event().wait()
+
+    with fleet(refuse, worker_api_key="old", allow_hosts=("127.0.0.1",)) as (router, engine):
+        router.engine_key.reader = read
+        with router.connect() as client:
+            client.sendall(raw_request(CHAT, RAW))
+            until(reads.is_set, "the key is read")
+        until(lambda: engine.given_up == 1, "the engine's request ended with the client's")
+        until(lambda: router.sample("proxy_open_requests") == 0, "the request is over")
+        assert router.admission.problem(W0) is None
 
 
 def test_a_client_that_hangs_up_within_a_stream_ends_it_at_the_engine() -> None:

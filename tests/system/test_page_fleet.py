@@ -22,6 +22,21 @@ ROWS = "#fleet-workers tr[data-row]"
 PAGE_ROWS = 100
 MOST_ELEMENTS = 4_000
 GRAFANA = "http://127.0.0.1:3000/d/kvrouter"
+# Runs steps on a History of its own, whose requests `answer` answers, by their number.
+HISTORY_SCRIPT = """async () => {
+    const calls = [];
+    const original = window.fetch;
+    window.fetch = (path, options) => path.startsWith("/history")
+        ? new Promise((resolve) => calls.push(resolve)) : original(path, options);
+    const answer = (number, body, status = 200) => calls[number](new Response(JSON.stringify(body), { status }));
+    try {
+        const { History } = await import("/page/history.js");
+        const history = new History();
+        %s
+    } finally {
+        window.fetch = original;
+    }
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +128,19 @@ def test_the_filter_and_a_link_choose_workers(tab: BrowserPage, router: RouterPr
     page.goto(f"{tab.address}#fleet/gone-3")
     expect(page.locator("#fleet-workers .details")).to_contain_text("http://127.0.0.1:4")
     assert page.locator("#fleet-workers .details").count() == 1
+
+
+@pytest.mark.parametrize("view", ["fleet", "doctor", "decisions"])
+def test_an_address_that_is_not_encoded_is_taken_as_it_is(tab: BrowserPage, view: str) -> None:
+    page = tab.page
+    page.goto(f"{tab.address}#{view}/%")
+    page.wait_for_selector(f"nav a[href='#{view}'][aria-current]")
+    expect(page.locator("#view h2")).to_have_text(view.capitalize())
+    expect(page.locator("#verdict")).to_have_text(re.compile("degraded|ready"))
+    if view == "fleet":
+        assert page.input_value("input[type=search]") == "%"
+    # An unknown decision is a 404, which the browser reports itself.
+    tab.problems = [problem for problem in tab.problems if "404" not in problem]
 
 
 def test_the_heat_map_has_modes_and_the_same_values_as_text(tab: BrowserPage) -> None:
@@ -229,6 +257,67 @@ def test_history_survives_a_reload(tab: BrowserPage) -> None:
     page.reload()
     expect(answered).to_contain_text("8 in the last hour")
     expect(page.locator("button:text('24 hours')")).to_have_attribute("aria-pressed", "true")
+
+
+def test_a_late_answer_for_the_former_model_is_not_shown(tab: BrowserPage) -> None:
+    page = tab.open("events")
+    shown = page.evaluate(
+        HISTORY_SCRIPT
+        % """
+        const all = history.look(null, "");
+        history.forget();
+        const chosen = history.look(null, "gemma");
+        answer(1, { of: "gemma" });
+        await chosen;
+        answer(0, { of: "all" });
+        await all;
+        return history.hour.of;
+    """
+    )
+    assert shown == "gemma"
+
+
+def test_a_history_that_one_router_lacks_is_looked_for_again_after_a_minute(tab: BrowserPage) -> None:
+    page = tab.open("events")
+    seen = page.evaluate(
+        HISTORY_SCRIPT
+        % """
+        const seen = [];
+        const clock = performance.now.bind(performance);
+        try {
+            const first = history.look(null, "");
+            answer(0, {}, 404);
+            await first;
+            await history.look(null, "");
+            seen.push([history.isKept, calls.length]);
+            performance.now = () => clock() + 61_000;
+            const later = history.look(null, "");
+            answer(1, { of: "all" });
+            await later;
+            seen.push([history.isKept, calls.length, history.hour.of]);
+        } finally {
+            delete performance.now;
+        }
+        return seen;
+    """
+    )
+    assert seen == [[False, 1], [True, 2, "all"]]
+
+
+def test_answers_of_the_former_release_are_shown(tab: BrowserPage) -> None:
+    def former(route: Route) -> None:
+        body = route.fetch().json()
+        for name in ("age_s", "kept", "searched"):
+            body.pop(name, None)
+        route.fulfill(status=200, content_type="application/json", body=json.dumps(body))
+
+    for path in ("diagnosis", "decisions"):
+        tab.page.route(f"**/{path}?*", former)
+    page = tab.open("doctor")
+    expect(page.locator("#doctor-now [role=status]")).to_have_text(re.compile(r"\d checks of \d+ workers, \d+ s ago"))
+    page.goto(f"{tab.address}#decisions?only=failed")
+    expect(page.locator("#decisions-list tbody tr, #decisions-list .quiet").first).to_be_visible()
+    page.unroute_all(behavior="ignoreErrors")
 
 
 def test_a_router_without_history_gets_charts_from_its_counters(chromium: Browser, router: RouterProcess) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvrouter.router.base.common.errors import SettingError
-from kvrouter.router.base.common.file_watch import FileWatch
+from kvrouter.router.base.common.file_watch import SETTLE_S, FileWatch
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.model.config.live_settings import LiveSettings
 from kvrouter.router.model.config.loading import Origin, load_config
@@ -214,3 +214,29 @@ def test_a_group_of_files_is_reloaded_when_one_has_changed_and_settled(tmp_path:
         watch.due()
     first.write_text("1")
     assert not watch.due() and watch.due()
+
+
+def test_a_file_that_is_wanted_at_once_is_not_read_half_written(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    file.write_text("1")
+    written: list[str] = []
+    pauses_s: list[float] = []
+
+    def write_more(pause_s: float) -> None:
+        pauses_s.append(pause_s)
+        if written:
+            with file.open("a") as writer:
+                writer.write(written.pop())
+
+    watch = FileWatch(file, sleep=write_more)
+    watch.begin()
+    assert not watch.due(at_once=True) and pauses_s == [], "nothing changed"
+    file.write_text("12")
+    written.append("3")
+    assert not watch.due(at_once=True), "it is being written"
+    file.write_text("1234")
+    assert watch.due(at_once=True) and pauses_s == [SETTLE_S] * 2
+    watch.begin()
+    assert not watch.due(at_once=True)
+    file.write_text("12345")
+    assert not watch.due() and watch.due(at_once=True) and len(pauses_s) == 2, "two polls saw the same"

@@ -252,6 +252,11 @@ def test_add_leaves_a_worker_with_the_same_values(stub: StubRouter, capsys: pyte
         ("w0=http://e:8000,model=n", "register", "with model m: `kvrouter remove w0` first"),
         ("w0=http://e:8000,role=decode", "register", "with role both: `kvrouter remove w0` first"),
         ("w0=http://other:1", "static", "with url http://e:8000: change it in --worker or KVROUTER_WORKERS, or choose"),
+        (
+            "w0=http://other:1",
+            "nomad",
+            "with url http://e:8000: change it in the place that this router calls 'nomad', or",
+        ),
     ],
 )
 def test_add_replaces_no_worker(

@@ -13,6 +13,7 @@ import pytest
 from kvrouter.contract.registrations import CatalogBody
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.base.common.redaction import redacted_text
 from kvrouter.router.base.telemetry.log_format import Formatter
 from kvrouter.router.model.config.cautions import open_to_pages
 from kvrouter.router.model.config.loading import load_config
@@ -315,6 +316,47 @@ def test_a_password_in_a_workers_address_is_not_shown(entry: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        (
+            "workers:\n- {url: 'http://u:HUSH@h:1', none_hash_seed: HUSH}\n- 5\n",
+            "entry 2 is neither text nor a mapping",
+        ),
+        ("workers:\n- {5: HUSH}\n", "entry 1 is neither"),
+        ("workers: {url: 'http://u:HUSH@h:1', none_hash_seed: HUSH}\n", "is no list"),
+        ("workers: a=http://h:1,none_hash_seed=HUSH\n", "is no list"),
+        ("workers: ['a=http://h:1,none_hash_seed=HUSH,more=1']\n", "none_hash_seed=***,more=1"),
+        ("redis: {url: 'redis://u:HUSH@h:1'}\n", "redis in f.yaml is {'url': 'redis://***@h:1'}"),
+        ("queue_size: [{none_hash_seed: HUSH}]\n", "queue_size in f.yaml is"),
+    ],
+)
+def test_a_wrong_setting_shows_neither_passwords_nor_seeds(text: str, place: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        load_config(Path("f.yaml"), {}, {}, text)
+    assert place in caught.value.message and "HUSH" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "none_hash_seed=HUSH",
+        "'none_hash_seed': 'HUSH, HUSH'",
+        "'none_hash_seed': \"HUSH it's HUSH\"",
+        '"none_hash_seed":"HUSH \\" HUSH"',
+        '"none_hash": "HUSH"',
+        "'none_hash_seed': HUSH",
+        '\\"none_hash_seed\\": \\"HUSH HUSH\\"',
+    ],
+)
+def test_a_seed_in_a_text_is_hidden(field: str) -> None:
+    for text in (field, f"workers is [{{'worker_id': 'a', {field}, 'url': 'http://h'}}]"):
+        hidden = redacted_text(text)
+        assert "HUSH" not in hidden and "***" in hidden
+        assert ("'url': 'http://h'}]" in hidden) == ("url" in text), "the rest stays"
+    assert redacted_text("none_hash_seed: write text") == "none_hash_seed: write text"
+
+
+@pytest.mark.parametrize(
     ("spec", "named"),
     [
         ("", "ID=]HTTP_URL"),
@@ -350,7 +392,7 @@ def test_a_password_in_a_workers_address_is_not_shown(entry: Any) -> None:
 )
 def test_a_wrong_worker_spec_says_what_to_write(spec: str, named: str) -> None:
     message = wrong(flags={"workers": [spec]})
-    assert message.startswith(f"--worker {spec!r}: ")
+    assert message.startswith(f"--worker {redacted_text(spec)!r}: ")
     assert named in message
 
 

@@ -26,7 +26,7 @@ from kvrouter.router.observe.decisions.decision_log import (
     DecisionFilter,
     DecisionLog,
 )
-from kvrouter.router.serve.api.decision_reply import decision_reply
+from kvrouter.router.serve.api.decision_reply import decision_reply, list_decisions, read_decision, read_decisions
 from tests.support.bare_services import bare_feed
 from tests.support.placing_stage import TOKENS, Stage, ask, hit
 
@@ -56,6 +56,18 @@ class Kept:
     @property
     def shown(self) -> list[Any]:
         return [entry.event for entry in self.feed._ring.since(0)[0]]
+
+
+def test_a_reply_of_a_process_that_died_while_it_wrote_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    kept = Kept(hit("a", 64))
+    result = kept.log.find(kept.placer.reserve(ask()).selection_id)
+    assert result is not None
+    one, listed = decision_reply(*result), list_decisions(kept.log, 10, DecisionFilter())
+    whole, whole_list = msgspec.json.encode(one), msgspec.json.encode(listed)
+    assert read_decision(whole) == one and read_decision(whole[: len(whole) // 2]) is None
+    cut = whole_list[: len(whole_list) // 2]
+    assert read_decisions([cut, whole_list, b"{}"]) == [listed]
+    assert caplog.text.count("cannot be read") == 3
 
 
 def test_a_decision_is_kept_with_everything_that_it_was_based_on() -> None:

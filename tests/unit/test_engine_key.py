@@ -7,6 +7,7 @@ import asyncio
 import socket
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from kvrouter.router.base.common.errors import SettingError
@@ -91,6 +92,28 @@ def test_a_client_does_not_decide_which_key_an_operators_engine_gets() -> None:
         key = EngineKey(None, AllowList(), lambda found=registrations: found)  # type: ignore[misc]
         key.take(None, {"a": "first", "b": "second"})
         assert key.header_for_url(URL) == "Bearer first"
+        assert key.header_for_url(URL, name="b") == "Bearer first", "a client registers one more"
+
+
+@pytest.mark.parametrize("name", ["b", "unknown"])
+def test_a_client_does_not_name_the_key_of_an_operators_engine_without_a_name(name: str) -> None:
+    operators, clients = registered("file"), registered(REGISTER, worker_id="w1")
+    clients = msgspec.structs.replace(clients, engine_key=name)
+    for registrations in ([operators, clients], [clients, operators]):
+        key = EngineKey("common", AllowList(), lambda found=registrations: found)  # type: ignore[misc]
+        key.take("common", {"b": "second"})
+        assert key.header_for_url(URL) == "Bearer common"
+        assert key.header_for_url(URL, name=name) == "Bearer common", "a client registers one more"
+        assert key.withheld() == []
+
+
+def test_one_of_an_operators_ranks_names_the_key_of_all() -> None:
+    first = registered("file")
+    second = msgspec.structs.replace(first, worker=WorkerKey("m", "w0", 1), engine_key="b")
+    for registrations in ([first, second], [second, first]):
+        key = EngineKey("common", AllowList(), lambda found=registrations: found)  # type: ignore[misc]
+        key.take("common", {"b": "second"})
+        assert key.header_for_url(URL) == "Bearer second"
 
 
 def test_a_file_lists_keys_by_name() -> None:

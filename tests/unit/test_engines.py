@@ -29,6 +29,7 @@ from kvrouter.router.model.workers.registration import CatalogSpec, GroupSpec, R
 from kvrouter.router.model.workers.registration_from_body import registration_of
 from kvrouter.router.route.tokens.engine.wire import RenderQuirks, tokenize_body
 from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
+from kvrouter.router.route.tokens.proxied_paths import PAIRS, WITH_PROMPT
 from kvrouter.router.route.tokens.token_request import TokenRequest
 
 PAGE_TOKENS = 4
@@ -199,6 +200,10 @@ def test_tokenize_is_given_what_the_real_endpoint_reads() -> None:
     message = TokenRequest("messages", {"messages": msgspec.Raw(msgspec.json.encode(body["messages"]))})
     with pytest.raises(TokensUnknown, match="not known"):
         tokenize_body(message, RenderQuirks(), ENGINES["sglang"].tokens)
+
+
+def test_engines_name_the_paths_at_which_they_apply_a_cache_salt() -> None:
+    assert ENGINES["sglang"].salted_paths < ENGINES["vllm"].salted_paths == WITH_PROMPT | PAIRS
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from kvrouter.contract.history import HistoryReply
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.observe.history.history import FINE_STEP_S, MINUTE_S, RANGE_S, SETTLE_S, SLOTS, History
 from kvrouter.router.observe.history.history_entry import (
+    MAX_COUNT,
     MAX_MODELS,
     OTHER,
     SUM_NAMES,
@@ -18,8 +19,9 @@ from kvrouter.router.observe.history.history_entry import (
     decode,
     encode,
 )
+from kvrouter.router.observe.history.saved_days import columns_of
 from kvrouter.router.observe.history.unwritten import STEPS_PER_BATCH, Unwritten
-from kvrouter.router.route.load.traffic_sums import MAX_PROMPTS, TTFT_BOUNDS_S, ModelSums, TrafficSums
+from kvrouter.router.route.load.traffic_sums import MAX_PROMPTS, TTFT_BOUNDS_S, TTFT_CLASSES, ModelSums, TrafficSums
 
 WORKER = WorkerKey("m", "w0", 0)
 # A whole minute, and the second half of a range's first step.
@@ -158,10 +160,29 @@ def test_an_entry_is_read_as_it_was_written_and_in_no_other_form() -> None:
         HistoryEntry("w", 1, BEGAN_S, [step(requests=-1)]),
         HistoryEntry("w", 1, BEGAN_S, [msgspec.structs.replace(step(), ttft=[99, 1])]),
         HistoryEntry("w", 1, BEGAN_S, [msgspec.structs.replace(step(), ttft=[1])]),
+        HistoryEntry("w", 1, BEGAN_S, [msgspec.structs.replace(step(), ttft=[3, 1] * (TTFT_CLASSES + 1))]),
         HistoryEntry("w", 1, BEGAN_S, [step()] * (MAX_MODELS + 2)),
     ]
     assert [decode(encode(entry)) for entry in bad] == [None] * len(bad)
     assert decode(b"") is None and decode(b"foreign") is None
+
+
+def test_a_sum_beyond_what_an_entry_can_have_counts_as_the_most() -> None:
+    sums = ModelSums()
+    sums.prompt_tokens, sums.reused_tokens, sums.saved_s = 2**60, 2**60, 1e300
+    wrong = ModelStep.of("m", sums)
+    assert (wrong.prompt_tokens, wrong.saved_us) == (MAX_COUNT, MAX_COUNT)
+    entry = HistoryEntry("w", 1, BEGAN_S, [wrong.plus(wrong), step("n", requests=5)])
+    assert decode(encode(entry)) == entry
+    assert columns_of(sums) == (0, MAX_COUNT, MAX_COUNT, 0, MAX_COUNT)
+
+
+def test_no_more_tokens_count_as_reused_than_a_prompt_has() -> None:
+    traffic = TrafficSums(lambda worker: 10.0)
+    traffic.answered(WORKER, [], 100, 500)
+    (prompt,) = traffic.take_prompts()
+    sums = traffic.take()["m"]
+    assert (sums.reused_tokens, sums.saved_s, prompt.reused_tokens) == (100, 10.0, 100)
 
 
 def test_tokens_wait_for_a_speed_and_count_once() -> None:

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvrouter.router.model.config.live_settings import LiveSettings
 from kvrouter.router.model.config.loading import Origin, load_config
+from kvrouter.router.model.config.reloaded import ReloadedFiles
 from kvrouter.router.model.config.settings import RELOADS, Config
 
 START = "queue_size: 5\nmodel_aliases: [short=m]\n"
@@ -107,3 +109,36 @@ def test_a_signal_reads_a_file_that_shows_no_change(file: Path, monkeypatch: pyt
 
 def test_no_setting_reloads_that_names_a_file_or_an_address() -> None:
     assert {name for name in RELOADS if name.endswith(("_file", "_key", "host", "port", "redis"))} == {"worker_api_key"}
+
+
+async def test_a_reader_that_fails_in_an_unforeseen_way_does_not_end_the_watch_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrouter.router.model.config.reloaded.POLL_S", 0.001)
+    odd, plain = tmp_path / "odd", tmp_path / "plain"
+
+    def read_odd() -> str:
+        if odd.read_text() == "HUSH":
+            raise KeyError("HUSH")
+        return odd.read_text()
+
+    for path in (odd, plain):
+        path.write_text("1")
+    files = ReloadedFiles(None)
+    first, second = files.add("odd", [odd], read_odd), files.add("plain", [plain], plain.read_text)
+    watching = asyncio.create_task(files.watch())
+
+    async def until(holds: Callable[[], bool]) -> None:
+        while not holds():
+            assert not watching.done()
+            await asyncio.sleep(0.001)
+
+    odd.write_text("HUSH")
+    await until(lambda: first.problem != "")
+    assert first.problem == f"cannot use {odd} (KeyError): undo its last change" and first.value == "1"
+    plain.write_text("22")
+    await until(lambda: second.value == "22")
+    assert first.problem, "the file that was refused has not changed"
+    odd.write_text("333")
+    await until(lambda: first.value == "333")
+    watching.cancel()

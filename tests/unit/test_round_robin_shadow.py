@@ -115,6 +115,18 @@ def test_memory_is_bounded_over_all_workers() -> None:
     assert len(shadow) == 50
 
 
+def test_memory_is_bounded_when_workers_join_one_by_one_and_a_model_gets_no_prompts() -> None:
+    shadow = RoundRobinShadow(100)
+    idle = WorkerKey("n", "w0", 0)
+    shadow.sent("n", [cache(idle)], names(0, 100), 100 * PIECE)
+    workers = [cache(WorkerKey("m", f"w{number}", 0)) for number in range(20)]
+    for number in range(20):
+        shadow.sent("m", workers, names(1_000 * (number + 1), 30), 30 * PIECE)
+        assert len(shadow) <= 100
+    # The workers that have had their turn hold as much as the last one.
+    assert len(shadow) == 21 * (100 // 21)
+
+
 def test_models_have_turns_of_their_own() -> None:
     shadow = RoundRobinShadow()
     other = WorkerKey("n", "w0", 0)

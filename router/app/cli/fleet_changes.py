@@ -60,8 +60,10 @@ def add(spec: Spec, as_json: AsJson = False, *, client: Client) -> None:
     for row in before:
         differing = shaped(lambda: [name for name, value in wanted.items() if row[name] != value])  # noqa: B023
         if differing:
-            place = f"change it in {PLACES[row['source']]}"
-            fix = f"`kvrouter remove {worker_id}` first" if row["source"] == REGISTER else place
+            source = shaped(lambda: row["source"])  # noqa: B023
+            # A router of another version may have further sources.
+            place = f"change it in {PLACES.get(source, f'the place that this router calls {source!r}')}"
+            fix = f"`kvrouter remove {worker_id}` first" if source == REGISTER else place
             raise ClientError(
                 f"worker {worker_id!r} is there already, with {differing[0]} {row[differing[0]]}: {fix}, or choose another id"
             )

@@ -3,12 +3,19 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
 # Device, inode, size and time of modification. In-place writes, renames and exchanged links (as in a ConfigMap) each
 # change at least one of them.
 _Stamp: TypeAlias = tuple[int, int, int, int]
+
+
+# The time for which a file must stay the same to be read at once. A program writes a small file in place within
+# milliseconds, and a request that an engine refused waits for it.
+SETTLE_S = 0.05
 
 
 class FileWatch:
@@ -18,23 +25,33 @@ class FileWatch:
     read half-written.
     """
 
-    def __init__(self, *paths: Path) -> None:
+    def __init__(self, *paths: Path, sleep: Callable[[float], None] = time.sleep) -> None:
         self._paths = paths
+        self._sleep = sleep
         self._read: list[_Stamp] | None = None
         self._seen: list[_Stamp] | None = None
 
     def due(self, *, at_once: bool = False) -> bool:
         """Return whether the files should be read now. Raises OSError if one is missing.
 
-        With `at_once`, a change counts even if this poll is the first that sees it.
+        With `at_once`, a change counts even if this poll is the first that sees it, provided the files stay the same for
+        SETTLE_S, which this call waits in its thread.
         """
         try:
-            stamps = self._stamps()
+            is_due = self._rests()
+            if at_once and not is_due and self._seen != self._read:
+                self._sleep(SETTLE_S)
+                is_due = self._rests()
         except OSError:
             self.forget()
             raise
+        return is_due
+
+    def _rests(self) -> bool:
+        """Poll the files; return whether they changed since they were read, and not since the poll before."""
+        stamps = self._stamps()
         rests, self._seen = stamps == self._seen, stamps
-        return (rests or at_once) and stamps != self._read
+        return rests and stamps != self._read
 
     def forget(self) -> None:
         """Treat the files as never read."""

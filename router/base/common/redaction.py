@@ -18,7 +18,8 @@ SECRET_FIELDS = frozenset(
         *("prompt", "prompt_token_ids", "token_ids", "messages", "input", "text"),
     }
 )
-_SEED = re.compile(r"\b(none_hash(?:_seed)?=)[^,\s]*")
+# As in a worker's SPEC (`none_hash_seed=x`), and as JSON and Python write a field, whose quotes may be escaped.
+_SEED = re.compile(r"""\b(none_hash(?:_seed)?(?:=|\\*['"]\s*:\s*))(?:(\\*['"]).*?(?<!\\)\2|[^,\s]*)""", re.DOTALL)
 _PASSWORD = re.compile(r"(//)[^/@\s]*@")
 
 

@@ -30,7 +30,7 @@ from kvrouter.router.model.workers.engine_answers import (
     EngineAnswers,
     model_in,
 )
-from kvrouter.router.model.workers.engine_key import EngineKey
+from kvrouter.router.model.workers.engine_key import DEFAULT, EngineKey
 
 PATHS = " nor ".join(engine.info_path for engine in ENGINES.values())
 
@@ -234,8 +234,11 @@ class EngineProber:
     async def _get(self, url: str, path: str, key_name: str | None) -> bytes:
         """Return the answer's body. Raises ProbeFailed, or NoSuchPath if there is no such path."""
         whole = url.rstrip("/") + path
-        # Engines in `_wanted` were named by the operator's sources; a client's engines are queried once.
-        key = self._key.header_for_url(url, named=url in self._wanted, name=key_name)
+        # Engines in `_wanted` were named by the operator's sources, which decide the key there, also for a client's query.
+        wanted = self._wanted.get(url)
+        if wanted is not None:
+            key_name = wanted.engine_key or DEFAULT
+        key = self._key.header_for_url(url, named=wanted is not None, name=key_name)
         headers = {} if key is None else {"authorization": key}
         try:
             async with (

@@ -41,7 +41,7 @@ REGISTRY_READ_S = 10.0
 # in their place.
 FOREIGN_LOOK_S = 1.0
 # The fields of a registration that a stream does not depend on.
-STREAMLESS_FIELDS = ("url", "lora_name", "draining", "retiring", "role", "handover", "source", "note")
+STREAMLESS_FIELDS = ("url", "engine_key", "lora_name", "draining", "retiring", "role", "handover", "source", "note")
 
 REPLACED = "it is registered again, and begins with nothing in a moment"
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
-import yaml
 
 from kvrouter.router.base.common.errors import SettingError
-from kvrouter.router.model.config.loading import Origin, load_config
+from kvrouter.router.base.common.yaml_text import read_yaml
+from kvrouter.router.model.config.loading import FORM, Origin, load_config
 from kvrouter.router.model.config.reloaded import Reloaded, ReloadedFiles, ReloadMetrics, read_text
 from kvrouter.router.model.config.settings import FIELDS, RELOADS, Config
 
@@ -92,9 +92,9 @@ class LiveSettings:
         text = read_text(path, MAX_SETTINGS_BYTES)
         if self.file is not None and not text.strip():
             # A writer that does not rename leaves the file empty for a moment.
-            raise SettingError(f"{path} is empty: write lines like `port: 30000`")
+            raise SettingError(f"{path} is empty: {FORM}")
         config = load_config(path, self._environ, self._origin.flags, text)
-        return FileSettings(config, WORKERS in (yaml.safe_load(text) or {}))
+        return FileSettings(config, WORKERS in (read_yaml(text, str(path), FORM) or {}))
 
     def _take(self) -> None:
         """Apply the settings of the file that can change at run time, and report the others."""

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.host_list import allowed_hosts
-from kvrouter.router.base.common.redaction import HIDDEN
+from kvrouter.router.base.common.redaction import HIDDEN, redacted, redacted_text
+from kvrouter.router.base.common.yaml_text import read_yaml
 from kvrouter.router.model.config.settings import (
     ENV_PREFIX,
     FIELDS,
@@ -52,6 +52,8 @@ FOREIGN_PREFIXES = ("KVROUTER_ENGINE_", "KVROUTER_PATCH", "KVROUTER_TEST_", "KVR
 KUBERNETES_NAME = re.compile(r"KVROUTER_(.*_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)$")
 
 KUBERNETES_PORT = re.compile(r"(tcp|udp|sctp)://")
+
+FORM = "write lines like `port: 30000`"
 
 REDIS_URL = re.compile(r"unix://.|(rediss?|valkeys?)(\+(cluster|sentinel))?://.")
 
@@ -116,18 +118,15 @@ def _from_file(file: Path | None, text: str | None) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8") if text is None else text)
+        text = file.read_text(encoding="utf-8") if text is None else text
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise SettingError(f"cannot read the settings file {file}: {reason}; name a readable YAML file") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" at line {mark.line + 1}" if mark else ""
-        raise SettingError(f"{file} is not YAML{line}: write lines like `port: 30000`") from None
+    content: Any = read_yaml(text, str(file), FORM)
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise SettingError(f"{file} is not a list of settings: write lines like `port: 30000`")
+        raise SettingError(f"{file} is not a list of settings: {FORM}")
     for name in content:
         if name not in FIELDS:
             raise SettingError(f"{file}: there is no setting {name!r}; {_nearest(str(name), str)}")
@@ -157,10 +156,12 @@ def _nearest(name: str, form: Callable[[str], str]) -> str:
 
 
 def _converted(name: str, value: Any, where: str) -> Any:
+    if name == "workers":
+        _check_entries(value, where)
     field = FIELDS[name]
     if name in TEXT_SETTINGS and isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)
-    shown = HIDDEN if name in SECRETS else repr(without_password(value) if isinstance(value, str) else value)
+    shown = HIDDEN if name in SECRETS else repr(without_password(value) if isinstance(value, str) else redacted(value))
     try:
         converted = msgspec.convert(value, field.type, strict=False)
     except msgspec.ValidationError:
@@ -185,10 +186,23 @@ def _check_allowed(config: Config) -> None:
             raise SettingError(f"--worker {registration.worker.worker_id!r}: {problem}")
 
 
+def _check_entries(value: Any, where: str) -> None:
+    """Check that the value is a list of texts and mappings. Raises SettingError, which shows no value: it may have keys."""
+    if not isinstance(value, list | tuple):
+        raise SettingError(f"{where} is no list: write {describe('workers')}")
+    for number, entry in enumerate(value, 1):
+        try:
+            msgspec.convert(entry, str | dict[str, Any])
+        except msgspec.ValidationError:
+            raise SettingError(
+                f"{where}: entry {number} is neither text nor a mapping: write {describe('workers')}"
+            ) from None
+
+
 def _check_workers(entries: tuple[str | dict[str, Any], ...], where: str) -> None:
     shown_by_worker: dict[tuple[str, int], str] = {}
     for number, entry in enumerate(entries, 1):
-        shown = repr(without_password(entry)) if isinstance(entry, str) else f"entry {number}"
+        shown = repr(redacted_text(without_password(entry))) if isinstance(entry, str) else f"entry {number}"
         try:
             worker = listed_worker(entry).registration.worker
         except SettingError as error:

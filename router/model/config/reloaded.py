@@ -91,6 +91,10 @@ class Reloaded(Generic[T]):
         self._looking = asyncio.Lock()
         # Whether the present look reads a change even if it is the first to see it.
         self._at_once = False
+        # The looks with `at_once` so far that have ended.
+        self._looks_at_once = 0
+        # Whether the last look that ended got no answer.
+        self._hangs = False
         self._subscribers: list[Callable[[], None]] = []
         # Set to have the files read at once, changed or not.
         self.wanted = asyncio.Event()
@@ -129,28 +133,45 @@ class Reloaded(Generic[T]):
         """Read the files again if they changed, and return whether there is a new value.
 
         A failure sets `problem` and returns False. With `at_once`, a change counts even if this look is the first that
-        sees it.
+        sees it. Calls with `at_once` share the look under way, and do not wait for files that hung at the last look.
         """
+        if not at_once:
+            async with self._looking:
+                return await self._look(at_once=False)
+        looks_before = self._looks_at_once
+        if self._hangs:
+            return False
         async with self._looking:
-            self._at_once = at_once
-            before = self.problem
-            has_new_value = await self._look()
-            if has_new_value or self.problem != before:
-                for changed in self._subscribers:
-                    changed()
+            # While this call waited, another one may have looked, or found that the files hang.
+            if self._hangs or self._looks_at_once != looks_before:
+                return False
+            has_new_value = await self._look(at_once=True)
+            self._looks_at_once += 1
             return has_new_value
 
     async def read_again(self) -> None:
         """Read the files now, changed or not."""
         async with self._looking:
             self._watch.forget()
-        await self.look(at_once=True)
+            await self._look(at_once=True)
 
-    async def _look(self) -> bool:
-        """Do what `look` does, without calling the subscribers."""
+    async def _look(self, *, at_once: bool) -> bool:
+        """Do what `look` does, with a look of its own. Call it with the lock."""
+        self._at_once = at_once
+        before = self.problem
+        has_new_value = await self._read_if_changed()
+        if has_new_value or self.problem != before:
+            for changed in self._subscribers:
+                changed()
+        return has_new_value
+
+    async def _read_if_changed(self) -> bool:
+        """Do what `_look` does, without calling the subscribers."""
+        self._hangs = False
         try:
             values = await self._changed.result(self._hang_s)
         except CallHangs:
+            self._hangs = True
             self._refuse(f"{self._hang()}; restore its mount, or put it back")
             return False
         except OSError as error:
@@ -182,7 +203,17 @@ class Reloaded(Generic[T]):
 
     def _read_now(self) -> T:
         self._watch.begin()
-        return self._read()
+        try:
+            return self._read()
+        except (OSError, SettingError):
+            raise
+        except Exception as error:
+            # An unforeseen fault of one file must not end the watch of all. Its text may quote a key.
+            log.error(
+                "a file was read with an error of the router", extra={"file": self._name, "error": type(error).__name__}
+            )
+            places = ", ".join(map(str, self._paths))
+            raise SettingError(f"cannot use {places} ({type(error).__name__}): undo its last change") from None
 
     def _hang(self) -> str:
         return f"cannot read {', '.join(map(str, self._paths))}: no answer in {self._hang_s:g} s"

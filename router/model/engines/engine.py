@@ -100,6 +100,8 @@ class Engine(msgspec.Struct, frozen=True, eq=False):
     # Returns whether the engine reuses nothing for a request with these fields, because they need the whole prompt
     # computed.
     skips_cache: Callable[[Mapping[str, object]], bool]
+    # The HTTP paths at which the engine applies `cache_salt`. It ignores the field at all others.
+    salted_paths: frozenset[str]
 
 
 class NotThisEngine(ValueError):

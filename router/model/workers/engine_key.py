@@ -11,11 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 from urllib.parse import urlsplit
 
-import yaml
-
 from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.base.common.yaml_text import read_yaml
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.source_precedence import PRECEDENCE, REGISTER
@@ -46,12 +46,7 @@ def parse_engine_keys(text: str, where: str) -> dict[str, str]:
         text: The content of the file, in YAML.
         where: The name of the file in error messages.
     """
-    try:
-        content = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" line {mark.line + 1}" if mark else ""
-        raise SettingError(f"{where}{line} is not YAML: {FORM}") from None
+    content: Any = read_yaml(text, where, FORM)
     if not isinstance(content, dict) or not content:
         raise SettingError(f"{where} lists no keys: {FORM}")
     if len(content) > MAX_KEYS:
@@ -82,7 +77,7 @@ class EngineKey:
         self.registrations = registrations
         self._seen: Sequence[Registration] | None = None
         self._named: frozenset[Origin] = frozenset()
-        # The name of the key for each origin whose registration names one.
+        # The name of the key for each origin whose registration names one, and for each that the operator named.
         self._names: dict[Origin, str] = {}
         self._known: dict[Origin, bool] = {}
         # Reads the keys again if their file has changed. None if they do not come from a file.
@@ -114,7 +109,8 @@ class EngineKey:
         Args:
             url: The HTTP address of the engine.
             named: Whether the caller knows that the operator named the engine.
-            name: The name of its key, if it is not registered yet.
+            name: The name of its key, if it is not registered yet. A client's engine gets it only if the operator did not
+                name an engine at the same origin.
         """
         return self.header_for(_origin_of(url), named=named, name=name) if self._headers else None
 
@@ -123,8 +119,10 @@ class EngineKey:
         if not self._headers:
             return None
         self._follow()
+        if name is None or (origin in self._named and not named):
+            name = self._names.get(origin, DEFAULT)
         # An engine whose key is missing gets no key at all, because the default key would reveal another engine's key.
-        header = self._headers.get(name or self._names.get(origin, DEFAULT))
+        header = self._headers.get(name)
         if header is None or named or origin in self._named:
             return header
         listed = self._known.get(origin)
@@ -180,10 +178,14 @@ class EngineKey:
             if registration.source in OPERATORS_SOURCES and registration.url is not None
         )
         self._names.clear()
-        # The operator's own registrations come last, so that they override those of clients for the same origin.
-        for registration in sorted(registrations, key=lambda found: found.source in OPERATORS_SOURCES):
-            if registration.url is not None and registration.engine_key is not None:
-                self._names[_origin_of(registration.url)] = registration.engine_key
+        # The operator's own registrations come last, so that they decide which key an origin gets, even if they name none.
+        # Among the operator's, those that name a key come last.
+        for registration in sorted(
+            registrations, key=lambda found: (found.source in OPERATORS_SOURCES, found.engine_key is not None)
+        ):
+            is_operators = registration.source in OPERATORS_SOURCES
+            if registration.url is not None and (is_operators or registration.engine_key is not None):
+                self._names[_origin_of(registration.url)] = registration.engine_key or DEFAULT
 
 
 def _origin_of(url: str) -> Origin:

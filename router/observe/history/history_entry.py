@@ -17,8 +17,15 @@ OTHER = NO_MODEL
 MAX_NAME_BYTES = 200
 # The name under which an entry's checksum is made.
 _SEALED = "history"
-# Room for 2**15 such sums in 64 bits.
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
+# Room for 2**15 such sums in 64 bits. An engine that reports wrong tokens can cause a larger one, with which the whole
+# entry would be refused.
+MAX_COUNT = 2**48
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
+
+
+def clamp(number: float) -> int:
+    """Return a sum as a whole number that an entry can have."""
+    return round(min(number, MAX_COUNT))
 
 
 class ModelStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -35,7 +42,7 @@ class ModelStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # Microseconds, so that sums of sums are exact.
     saved_us: Count
     # The number of answers by class of their time to the first token: each class's index, followed by its count.
-    ttft: list[Count]
+    ttft: Annotated[list[Count], msgspec.Meta(max_length=2 * TTFT_CLASSES)]
 
     @classmethod
     def of(cls, model: str, sums: ModelSums) -> ModelStep:
@@ -44,12 +51,12 @@ class ModelStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
             model,
             sums.requests,
             sums.failed,
-            sums.prompt_tokens,
-            sums.delivered_tokens,
-            sums.predicted_tokens,
-            sums.possible_tokens,
-            sums.chosen_tokens,
-            round(sums.saved_s * 1e6),
+            clamp(sums.prompt_tokens),
+            clamp(sums.delivered_tokens),
+            clamp(sums.predicted_tokens),
+            clamp(sums.possible_tokens),
+            clamp(sums.chosen_tokens),
+            clamp(sums.saved_s * 1e6),
             [number for index, count in enumerate(sums.ttft) if count for number in (index, count)],
         )
 
@@ -71,7 +78,7 @@ class ModelStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
         counts = dict(zip(self.ttft[::2], self.ttft[1::2], strict=True))
         for index, count in zip(other.ttft[::2], other.ttft[1::2], strict=True):
             counts[index] = counts.get(index, 0) + count
-        sums = {name: getattr(self, name) + getattr(other, name) for name in SUM_NAMES}
+        sums = {name: clamp(getattr(self, name) + getattr(other, name)) for name in SUM_NAMES}
         return ModelStep(self.model, **sums, ttft=[number for pair in counts.items() for number in pair])
 
     @property

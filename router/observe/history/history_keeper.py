@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvrouter.contract.history import HistoryReply, SavingsReply
@@ -24,7 +25,7 @@ from kvrouter.router.observe.history.round_robin_shadow import RoundRobinShadow
 from kvrouter.router.observe.history.saved_days import columns_of, day_of, last_days
 from kvrouter.router.observe.history.shadow_cache import WorkerCache
 from kvrouter.router.observe.history.unwritten import STREAMS, Unwritten
-from kvrouter.router.route.load.traffic_sums import TrafficSums
+from kvrouter.router.route.load.traffic_sums import MAX_PROMPTS, AnsweredPrompt, TrafficSums
 
 log = logging.getLogger("kvrouter.history")
 
@@ -73,6 +74,8 @@ class HistoryKeeper:
         self._supervisor = supervisor
         self._history = History()
         self._shadow = RoundRobinShadow()
+        # Answered prompts that were taken and not followed yet. Room for those of a follower that was stopped halfway, too.
+        self._prompts: deque[AnsweredPrompt] = deque(maxlen=2 * MAX_PROMPTS)
         self._unwritten = Unwritten(writer)
         # The time of Redis less the monotonic time.
         self._ahead_s = wall_clock() - clock()
@@ -102,7 +105,7 @@ class HistoryKeeper:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for _ in self._follow_prompts():
-            pass
+            await asyncio.sleep(0)
         self.take(int(self.now() // FINE_STEP_S) * FINE_STEP_S)
         if self._log is not None:
             await self._log.leave()
@@ -146,13 +149,14 @@ class HistoryKeeper:
 
         For a prompt where that cannot be estimated, the tokens that were really reused count.
         """
-        prompts = self._traffic.take_prompts()
-        if not prompts:
+        self._prompts += self._traffic.take_prompts()
+        if not self._prompts:
             return
         caches = self._caches()
         self._shadow.keep({cache.worker for workers in caches.values() for cache in workers})
         until_s = self._clock() + FOLLOW_TURN_S
-        for prompt in prompts:
+        while self._prompts:
+            prompt = self._prompts.popleft()
             workers = caches.get(prompt.model) if 0 < len(prompt.names) <= MAX_PIECES_FOLLOWED else None
             reused_tokens = prompt.reused_tokens
             if workers:
@@ -191,10 +195,10 @@ class HistoryKeeper:
                 await asyncio.sleep(READ_DELAY_S)
 
     def _take_entry(self, step_s: int, entry: HistoryEntry) -> bool:
-        """Add an entry of another process, and return whether its time is in range."""
+        """Add an entry of another process that is in range, and return False if its time is ahead of the range."""
         now_s = self.now()
         added = [self._history.add(step_s, entry.start_s, sums, now_s) for sums in entry.models]
-        return all(added)
+        return all(added) or entry.start_s < now_s
 
     def _hear_time(self, store_s: float, clock_s: float) -> None:
         self._ahead_s = store_s - clock_s

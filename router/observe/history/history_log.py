@@ -57,8 +57,8 @@ class HistoryLog:
         Args:
             servers: The servers that hold the streams.
             unwritten: The counts that wait to be written.
-            take: Called with the length of the steps and each entry of another process; returns whether the entry's
-                time is in range.
+            take: Called with the length of the steps and each entry of another process; returns False if its time is
+                ahead of the range. Older ones are expected, because trimming leaves some.
             metrics: Counts the parts of the history that are lost.
             clock: Returns the monotonic time.
             heard_time: Called with the time of Redis in seconds since 1970, and the monotonic time of that moment.
@@ -100,7 +100,7 @@ class HistoryLog:
     async def _apply(self, batch: Batch) -> None:
         """Execute a batch unless it was executed before.
 
-        If a field that no router wrote makes Redis refuse a sum, delete the field, and keep the sum for the next batch.
+        If Redis refuses a sum, delete the field in its way, and try the sum once more in the next batch.
         """
         writer, orders = keys.history_writer(self._unwritten.writer), batch.orders
 
@@ -116,18 +116,20 @@ class HistoryLog:
         while (replies := await self._servers.on(writer, attempt)) is None:
             pass
         refused = [(index, str(reply)) for index, reply in enumerate(replies) if isinstance(reply, Exception)]
-        lost: list[DaySum] = []
+        in_the_way: list[tuple[DaySum, bool]] = []
         for index, text in refused:
             log.warning("a part of the history was refused", extra={"reason": text})
-            if index >= len(batch.day_sums):
-                # The key of a stream has another type; `common_keys.py` replaces it.
+            if index >= len(batch.day_sums) or batch.day_sums[index].was_refused:
+                # The key of a stream has another type, which `common_keys.py` replaces; or no stored value is the cause.
                 self._metrics.lost["unwritten"].inc()
                 continue
             part = batch.day_sums[index]
             self._metrics.lost["damaged"].inc()
-            await self._drop(part, whole=text.startswith(WRONG_TYPE))
-            lost.append(part)
-        self._unwritten.restore(lost)
+            self._unwritten.restore(part)
+            in_the_way.append((part, text.startswith(WRONG_TYPE)))
+        # Last, because these orders may fail.
+        for part, whole in in_the_way:
+            await self._drop(part, whole=whole)
 
     async def _drop(self, part: DaySum, *, whole: bool) -> None:
         key = keys.savings(part.day)

@@ -8,7 +8,7 @@ from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 # Why counts are missing in the history.
 LOST_REASONS = (
     "damaged",  # it is not in the form that routers write
-    "time",  # its time is out of range: a clock jumped
+    "time",  # its time is in the future: a clock jumped
     "unwritten",  # Redis was away for longer than the counts are kept, or refused them
 )
 

@@ -96,6 +96,9 @@ class RoundRobinShadow:
         held = self._held.get(described.worker)
         if held is None:
             held = self._held[described.worker] = HeldPieces(described)
+            # The parts of all others are smaller now, and some may have no turn soon.
+            for other in self._held.values():
+                other.shrink(self._max_pieces // len(self._held))
         held.describe(described)
         # If only block hashes are known, pieces can be longer than PIECE_TOKENS. This is the shortest possible length.
         piece_tokens = max(PIECE_TOKENS, num_tokens // (len(names) + 1))

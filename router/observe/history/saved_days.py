@@ -10,7 +10,7 @@ from typing import TypeAlias
 from kvrouter.contract.history import SavedDay
 from kvrouter.router.base.redis_client.errors import StoredValueError
 from kvrouter.router.index.store import keys
-from kvrouter.router.observe.history.history_entry import MAX_MODELS, OTHER, in_order
+from kvrouter.router.observe.history.history_entry import MAX_MODELS, OTHER, clamp, in_order
 from kvrouter.router.route.load.traffic_sums import ModelSums
 
 # The days that are kept, today included. The API takes no more (`serve/api/history.py`).
@@ -27,10 +27,10 @@ def columns_of(sums: ModelSums) -> Columns:
     """Return the sums that count for a day."""
     return (
         sums.requests,
-        sums.prompt_tokens,
-        sums.reused_tokens,
-        sums.round_robin_tokens,
-        round(sums.saved_s * 1e6),
+        clamp(sums.prompt_tokens),
+        clamp(sums.reused_tokens),
+        clamp(sums.round_robin_tokens),
+        clamp(sums.saved_s * 1e6),
     )
 
 

@@ -37,6 +37,8 @@ class DaySum(msgspec.Struct, frozen=True):
     model: str
     column: str
     amount: int
+    # Whether Redis refused it once.
+    was_refused: bool = False
 
     @property
     def order(self) -> bytes:
@@ -63,6 +65,8 @@ class Unwritten:
         # The sums of each model, by length of the step, start of the step and model.
         self._steps: dict[int, dict[int, dict[str, ModelStep]]] = {step_s: {} for step_s in STREAMS}
         self.days: dict[tuple[str, str], Columns] = {}
+        # Not mixed with other sums, which Redis may take.
+        self._refused: list[DaySum] = []
         self._entries = self._batches = 0
         # Steps and days that were dropped, because Redis was away for longer than they are kept.
         self.dropped = 0
@@ -84,10 +88,9 @@ class Unwritten:
             del self.days[min(self.days)]
             self.dropped += 1
 
-    def restore(self, lost: list[DaySum]) -> None:
-        """Add sums of days again that Redis refused, each on its own."""
-        for part in lost:
-            self.add_day(part.day, part.model, tuple(part.amount * (name == part.column) for name in COLUMNS))
+    def restore(self, part: DaySum) -> None:
+        """Take back a sum of a day that Redis refused, for the next batch."""
+        self._refused.append(msgspec.structs.replace(part, was_refused=True))
 
     def seal(self, until_s: float = math.inf) -> Batch | None:
         """Return the next batch, with the steps that ended by `until_s`, or None if there is nothing to write."""
@@ -98,8 +101,10 @@ class Unwritten:
             for column, amount in zip(COLUMNS, sums, strict=True)
             if amount
         ]
+        day_sums += self._refused
+        self._refused = []
         orders = [part.order for part in day_sums]
-        orders += [command("EXPIRE", keys.savings(day), KEPT_S) for day in {day for day, _ in days}]
+        orders += [command("EXPIRE", keys.savings(day), KEPT_S) for day in {part.day for part in day_sums}]
         for step_s, key in STREAMS.items():
             steps = self._steps[step_s]
             ended = sorted(start_s for start_s in steps if start_s + step_s <= until_s)[:STEPS_PER_BATCH]

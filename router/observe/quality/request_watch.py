@@ -368,7 +368,7 @@ class RequestWatch:
             placement.prefilled_at or placement.worker,
             placement.names,
             num_tokens,
-            min(reused_tokens, num_tokens),
+            reused_tokens,
         )
 
     def _judge(self, report: ReuseReport, tap: AnswerTap, placement: Placement, metrics: WorkerQualityMetrics) -> None:

@@ -109,8 +109,9 @@ class TrafficSums:
             worker: The worker that computed it.
             names: The names of its pieces, empty if its tokens are not known.
             num_tokens: Its length.
-            reused_tokens: The tokens that were not computed, as reported or else as predicted.
+            reused_tokens: The tokens that were not computed, as reported or else as predicted; at most its length counts.
         """
+        reused_tokens = min(reused_tokens, num_tokens)
         sums = self.of(worker.model)
         sums.prompt_tokens += num_tokens
         if reused_tokens:

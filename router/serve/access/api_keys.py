@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import msgspec
-import yaml
 
 from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.base.common.yaml_text import read_yaml
 from kvrouter.router.serve.access.key_bounds import KeyBounds
 from kvrouter.router.serve.access.scope import ASK_PARTS, Scope
 
@@ -110,12 +110,7 @@ def parse_keys(text: str, where: str) -> list[ApiKey]:
         text: The content of the file, in YAML.
         where: The name of the file in error messages.
     """
-    try:
-        content = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" line {mark.line + 1}" if mark else ""
-        raise SettingError(f"{where}{line} is not YAML: {FORM}") from None
+    content: Any = read_yaml(text, where, FORM)
     entries = content.get("keys") if isinstance(content, dict) and len(content) == 1 else None
     if not isinstance(entries, list) or not entries:
         raise SettingError(f"{where} lists no keys: {FORM}")

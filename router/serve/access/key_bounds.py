@@ -39,6 +39,14 @@ class KeyBounds(msgspec.Struct, frozen=True):
                 code="model_not_allowed",
             )
 
+    def unsalted(self, model: str, path: str) -> Forbidden:
+        """Return the error for a path at which engines ignore the salt that this key must name."""
+        return Forbidden(
+            f"the API key {self.key} is bound to its own cache salts, and engines of {model!r} ignore `cache_salt` at {path}, "
+            "so that other keys would share this prompt's cache: send it to /v1/chat/completions or /v1/completions",
+            code="salt_not_allowed",
+        )
+
     def check_salt(self, cache_salt: str | None, *, hashed: bool = False) -> None:
         """Raise Forbidden unless the key may use this cache salt.
 

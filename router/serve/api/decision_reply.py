@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
+from typing import TypeVar
+
 import msgspec
 
 from kvrouter.contract.choices import CandidateReply
@@ -11,6 +15,10 @@ from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.router.observe.decisions.decision import Decision, KeptChoice
 from kvrouter.router.observe.decisions.decision_log import DecisionFilter, DecisionLog, KeptDecision
 from kvrouter.router.serve.api.responses import candidate_reply, overlap_of
+
+log = logging.getLogger("kvrouter.decisions")
+
+Reply = TypeVar("Reply", DecisionReply, DecisionsReply)
 
 
 def decision_reply(kept: KeptDecision, earlier: list[str] | None = None, *, explain: bool = True) -> DecisionReply:
@@ -70,9 +78,26 @@ def joined(replies: list[DecisionsReply], most: int) -> DecisionsReply:
     )
 
 
-# Decoders for replies that other processes of this router sent.
-read_decision = msgspec.json.Decoder(DecisionReply).decode
-read_decisions = msgspec.json.Decoder(DecisionsReply).decode
+_decision = msgspec.json.Decoder(DecisionReply)
+_decisions = msgspec.json.Decoder(DecisionsReply)
+
+
+def read_decision(sent: bytes) -> DecisionReply | None:
+    """Return the reply that another process of this router sent, or None if it ended while it was writing."""
+    return _read(_decision, sent)
+
+
+def read_decisions(sent: Iterable[bytes]) -> list[DecisionsReply]:
+    """Return the replies that other processes of this router sent, without those of processes that ended meanwhile."""
+    return [reply for reply in (_read(_decisions, one) for one in sent) if reply is not None]
+
+
+def _read(decoder: msgspec.json.Decoder[Reply], sent: bytes) -> Reply | None:
+    try:
+        return decoder.decode(sent)
+    except msgspec.DecodeError as error:
+        log.warning("left out the decisions of another process of this router, whose answer cannot be read: %s", error)
+        return None
 
 
 def _prefill(choice: KeptChoice, *, explain: bool) -> DecidedPrefill:

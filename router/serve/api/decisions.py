@@ -55,7 +55,7 @@ def decision_routes(watch: Watch) -> APIRouter:
         reply = list_decisions(watch.decisions, limit, wanted)
         if watch.lists_elsewhere is not None:
             elsewhere = await watch.lists_elsewhere(limit, wanted)
-            reply = joined([reply, *map(read_decisions, elsewhere)], limit)
+            reply = joined([reply, *read_decisions(elsewhere)], limit)
         return respond(request, reply)
 
     @router.get(

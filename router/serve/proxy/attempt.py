@@ -81,9 +81,14 @@ class Attempt:
         sent, key = await self._send(request, worker, body, headers, added)
         if key is None or sent.head.status != HTTPStatus.UNAUTHORIZED:
             return sent
-        # The engine may have got a new key a moment before this router read it.
-        await self._refresh_keys()
-        target = self._addresses().targets.get(worker)
+        try:
+            # The engine may have got a new key a moment before this router read it.
+            await self._refresh_keys()
+            target = self._addresses().targets.get(worker)
+        except BaseException:
+            # The client may hang up in this moment, before the answer has an owner that ends it.
+            self.give_up(sent)
+            raise
         if target is None or self._authorization(request.client.headers, target) == key:
             return sent
         self.give_up(sent)

@@ -18,6 +18,7 @@ from kvrouter.router.base.common.errors import NoWorker, RouterError, Saturated,
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.common.random_ids import RandomIds
 from kvrouter.router.model.config.settings import Config
+from kvrouter.router.model.engines.known import engine_named
 from kvrouter.router.model.upstream.failure import Failure, Kind
 from kvrouter.router.model.upstream.origin import Target
 from kvrouter.router.model.upstream.pool import Pool
@@ -88,7 +89,9 @@ class Proxy:
     ) -> None:
         """Build the parts of the proxy. Nothing is connected yet."""
         self._placer = placer
-        self.reader = RequestReader(tokens, resolve, lambda: sorted(self.addresses().models), self.client_authorization)
+        self.reader = RequestReader(
+            tokens, resolve, lambda: sorted(self.addresses().models), self._takes_salt, self.client_authorization
+        )
         self._registrations = registrations
         self._admission = admission
         self._pool = pool
@@ -114,6 +117,10 @@ class Proxy:
         metrics.key_withheld.set_function(lambda: len(engine_key.withheld()))
         self._addressed: Sequence[Registration] | None = None
         self._known_addresses = Addresses((), allowed)
+
+    def _takes_salt(self, model: str, path: str) -> bool:
+        """Return whether all engines of a model apply `cache_salt` at this path."""
+        return all(path in engine_named(name).salted_paths for name in self.addresses().engines.get(model, ()))
 
     def apply(self, config: Config) -> None:
         """Apply the changed time limit to requests that are sent from now on."""

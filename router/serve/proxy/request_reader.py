@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 from urllib.parse import unquote
 
 import kvrouter.router.serve.proxy.headers as h
@@ -32,6 +32,9 @@ from kvrouter.router.serve.proxy.openai_body import OpenAIBody, openai_body, wit
 # Whisper makes 50 tokens of a second, which takes 32 kB in a WAV file and 8 to 16 kB in an MP3 file. This estimate is
 # used for the load alone.
 AUDIO_BYTES_PER_TOKEN = 512
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
 
 
 class Tokens(Protocol):
@@ -66,6 +69,7 @@ class RequestReader:
         tokens: Tokens,
         resolve: Callable[[str], ServedModel],
         models: Callable[[], list[str]],
+        takes_salt: Callable[[str, str], bool],
         authorization: Callable[[h.Headers], bytes | None],
     ) -> None:
         self._tokens = tokens
@@ -73,6 +77,8 @@ class RequestReader:
         self._resolve = resolve
         # Returns the registered models.
         self._models = models
+        # Returns whether all engines of a model apply `cache_salt` at a path.
+        self._takes_salt = takes_salt
         # Returns the Authorization that engines get for a client's headers.
         self._authorization = authorization
 
@@ -85,10 +91,7 @@ class RequestReader:
         client = request.client
         if client.path in AUDIO:
             return self._read_form(request)
-        if len(client.body) < LONG_BODY_BYTES:
-            client_body = read_client_body(client.path, client.body)
-        else:
-            client_body = await asyncio.to_thread(read_client_body, client.path, client.body)
+        client_body = await _in_thread(client.body, read_client_body, client.path, client.body)
         request.headers = h.as_json(client.headers)
         body = openai_body(client_body)
         name = self._name_of(body.model)
@@ -98,12 +101,12 @@ class RequestReader:
             salt = client.bounds.salted(body.salt)
             if salt is not None and salt != body.salt:
                 body.cache_salt = changes["cache_salt"] = salt
-        _check_bounds(client, served, body.salt)
+        self._check_bounds(client, served, body.salt)
         if name not in (served.model, served.lora_name) and body.model is not None:
             # The engine does not know the aliases that this router gives its models.
             changes["model"] = served.lora_name or served.model
         if changes:
-            request.body = with_fields(client.body, changes)
+            request.body = await _in_thread(client.body, with_fields, client.body, changes)
         return _placement_request(request, await self._question(request, client_body, body, served), body.limit_tokens)
 
     def _read_form(self, request: Request) -> PlacementRequest:
@@ -112,7 +115,7 @@ class RequestReader:
         form = read_form_model(h.header(client.headers, b"content-type"), client.body)
         name = self._name_of(form.name)
         served = self._resolve(name)
-        _check_bounds(client, served, None)
+        self._check_bounds(client, served, None)
         if name not in (served.model, served.lora_name) and form.name is not None:
             request.body = form.renamed(client.body, served.lora_name or served.model)
         prompt = Prompt(max(1, len(client.body) // AUDIO_BYTES_PER_TOKEN), None, "none")
@@ -162,15 +165,24 @@ class RequestReader:
         names = ", ".join(map(printable, models)) or "none yet"
         raise BadQuestion(f"model must name one of the registered models: {names}", code="invalid_model")
 
-
-def _check_bounds(client: ClientRequest, served: ServedModel, cache_salt: str | None) -> None:
-    """Raise Forbidden unless the client's key may name this model and, where a prompt is cached, this salt."""
-    bounds = client.bounds
-    if bounds is None:
-        return
-    bounds.check_model(served.model, served.lora_name)
-    if client.path not in WITHOUT_PROMPT:
+    def _check_bounds(self, client: ClientRequest, served: ServedModel, cache_salt: str | None) -> None:
+        """Raise Forbidden unless the client's key may name this model and, where a prompt is cached, this salt."""
+        bounds = client.bounds
+        if bounds is None:
+            return
+        bounds.check_model(served.model, served.lora_name)
+        if client.path in WITHOUT_PROMPT:
+            return
         bounds.check_salt(cache_salt or None)
+        if bounds.cache_salts is not None and not self._takes_salt(served.model, client.path):
+            raise bounds.unsalted(served.model, client.path)
+
+
+async def _in_thread(body: bytes, work: Callable[Args, Result], *args: Args.args, **options: Args.kwargs) -> Result:
+    """Return the result of work on a body, which runs in a thread if the body is long."""
+    if len(body) < LONG_BODY_BYTES:
+        return work(*args, **options)
+    return await asyncio.to_thread(work, *args, **options)
 
 
 def _placement_request(request: Request, question: Question, max_tokens: int | None) -> PlacementRequest:

@@ -24,6 +24,8 @@ class Addresses:
         # All models, and the models that have prefill workers.
         self.models: set[str] = set()
         self.prefillers: set[str] = set()
+        # The names of the engines of each model; None stands for an engine that is not known yet.
+        self.engines: dict[str, set[str | None]] = {}
         # The workers behind each URL, and the URL of each worker.
         self._at: dict[str, set[WorkerKey]] = {}
         self._urls: dict[WorkerKey, str] = {}
@@ -31,6 +33,7 @@ class Addresses:
         for registration in registrations:
             worker, url = registration.worker, registration.url
             self.models.add(worker.model)
+            self.engines.setdefault(worker.model, set()).add(registration.engine)
             if registration.role is Role.PREFILL:
                 self.prefillers.add(worker.model)
             if registration.handover is HandoverWay.HEADER:

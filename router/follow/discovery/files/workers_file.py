@@ -6,9 +6,12 @@ The file is a list, or a mapping with the list under the key `workers`, as in th
 
 from __future__ import annotations
 
+from typing import Any
+
 import yaml
 
 from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.base.common.yaml_text import Loader, read_yaml
 from kvrouter.router.follow.discovery.candidate import Candidate, candidate_of
 from kvrouter.router.follow.discovery.reconcile import Name, name_of
 from kvrouter.router.model.config.live_settings import WORKERS
@@ -25,9 +28,9 @@ def parse_workers(text: str, where: str, source: str) -> list[Candidate]:
         where: The name of the file in errors.
         source: The name of the source in the registrations.
     """
-    loader: yaml.SafeLoader | None = None
-    try:
-        loader = yaml.SafeLoader(text)
+
+    def read(loader: Loader) -> list[tuple[yaml.Node, Any]]:
+        """Return the entries of the list, each with its node, which knows its line."""
         node = loader.get_single_node()
         if node is None:
             # A writer that does not rename leaves the file empty for a moment, which must not drop the fleet.
@@ -36,18 +39,11 @@ def parse_workers(text: str, where: str, source: str) -> list[Candidate]:
             node = node.value[0][1]
         if not isinstance(node, yaml.SequenceNode):
             raise SettingError(f"{where} line {node.start_mark.line + 1} is no list: {FORM}")
-        entries = [(item, loader.construct_object(item, deep=True)) for item in node.value]
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "cannot be read"
-        raise SettingError(f"{where}{line} is not YAML ({problem}): {FORM}") from None
-    finally:
-        if loader is not None:
-            loader.dispose()
+        return [(item, loader.construct_object(item, deep=True)) for item in node.value]
+
     candidates: list[Candidate] = []
     lines: dict[Name, int] = {}
-    for item, entry in entries:
+    for item, entry in read_yaml(text, where, FORM, read):
         line = item.start_mark.line + 1
         try:
             candidate = candidate_of(listed_worker(entry), source)

@@ -130,6 +130,10 @@ FLAGS = OperatorFlags(
     memory="--mem-fraction-static",
 )
 
+# Messages of Anthropic's API become chats without the salt, and embeddings and scores have no such field.
+# Source: SGLang 0.5.23 entrypoints/{openai,anthropic}/{protocol,serving}*.py.
+SALTED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+
 SGLANG = Engine(
     name="sglang",
     title="SGLang",
@@ -147,4 +151,5 @@ SGLANG = Engine(
     tokens=TOKENS,
     flags=FLAGS,
     skips_cache=skips_cache,
+    salted_paths=SALTED_PATHS,
 )

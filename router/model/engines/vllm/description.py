@@ -137,6 +137,15 @@ FLAGS = OperatorFlags(
     memory="--gpu-memory-utilization",
 )
 
+# Some ways of scoring drop the salt. Source: vLLM 0.32.0
+# entrypoints/{openai,anthropic,pooling}/**/{protocol,io_processor}.py.
+SALTED_PATHS = frozenset(
+    {
+        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"),
+        *("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
+    }
+)
+
 VLLM = Engine(
     name="vllm",
     title="vLLM",
@@ -153,4 +162,5 @@ VLLM = Engine(
     tokens=TOKENS,
     flags=FLAGS,
     skips_cache=skips_cache,
+    salted_paths=SALTED_PATHS,
 )

@@ -6,7 +6,7 @@ import { get } from "./api.js";
 import { costs } from "./bars.js";
 import { copyButton } from "./copy.js";
 import { el, pill, show, table } from "./dom.js";
-import { clock, count, percent, route, seconds, traceUrl } from "./words.js";
+import { clock, count, decoded, percent, route, seconds, traceUrl } from "./words.js";
 
 const POLL_MS = 2000;
 const LISTED = 50;
@@ -43,7 +43,7 @@ let scrolled = 0;
 function place() {
   const [path, query] = location.hash.slice(1).split("?");
   const wanted = new URLSearchParams(query);
-  return { id: decodeURIComponent(path.split("/").slice(1).join("/")), worker: wanted.get("worker") ?? "", only: wanted.get("only") ?? "" };
+  return { id: decoded(path.split("/").slice(1).join("/")), worker: wanted.get("worker") ?? "", only: wanted.get("only") ?? "" };
 }
 
 function hashOf({ id, worker, only }) {
@@ -199,7 +199,7 @@ function shownList(openId) {
   if (!list) return el("p", { class: "quiet", text: "Loading…" });
   if (list.decisions.length) return rows(list.decisions, openId);
   const { only, worker } = place();
-  if (!list.kept) return el("p", { class: "quiet", text: "No request was placed yet. Send one to /v1/chat/completions, or ask /select." });
+  if (!(list.kept ?? list.decisions.length)) return el("p", { class: "quiet", text: "No request was placed yet. Send one to /v1/chat/completions, or ask /select." });
   const looked = `the last ${count(list.searched)} decisions`;
   return el("p", { class: "quiet", text: `${worker ? `Among those of ${looked} that chose ${worker},` : `In ${looked},`} ${NONE[only] ?? NONE[""]}.` });
 }

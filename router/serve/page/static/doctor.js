@@ -4,7 +4,7 @@
 import { get } from "./api.js";
 import { copyButton } from "./copy.js";
 import { el, pill, show } from "./dom.js";
-import { count, route, seconds } from "./words.js";
+import { count, decoded, route, seconds } from "./words.js";
 
 // A report connects to every endpoint of the fleet, so the router makes at most one in this time for all open pages.
 export const DOCTOR_MS = 60_000;
@@ -21,7 +21,7 @@ const meanings = new Map();
 /** Reads the findings; the answer may be as old as `max_age_ms`. */
 export async function examine(app, signal, max_age_ms = DOCTOR_MS) {
   const report = await get(`/diagnosis?max_age_s=${max_age_ms / 1000}`, signal);
-  Object.assign(app.state, { findings: report.findings, diagnosis: report, examined_ms: Date.now() - 1000 * report.age_s });
+  Object.assign(app.state, { findings: report.findings, diagnosis: report, examined_ms: Date.now() - 1000 * (report.age_s ?? 0) });
 }
 
 async function run(app) {
@@ -153,7 +153,7 @@ function bySeverity(findings) {
   });
 }
 
-const named = () => decodeURIComponent(location.hash.slice(1).split("?")[0].split("/").slice(1).join("/"));
+const named = () => decoded(location.hash.slice(1).split("?")[0].split("/").slice(1).join("/"));
 
 function update({ state }) {
   const { diagnosis, workers, model, examined_ms } = state;

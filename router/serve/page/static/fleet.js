@@ -4,7 +4,7 @@
 import { copyButton } from "./copy.js";
 import { changes, el, meter, pill, show, tiles } from "./dom.js";
 import { Heatmap, MODES } from "./heatmap.js";
-import { brief, count, counted, middle, percent, seconds, tone } from "./words.js";
+import { brief, count, counted, decoded, middle, percent, seconds, tone } from "./words.js";
 import { NO_WORKER, inTrouble, modelsOf, workerRows } from "./workers.js";
 
 const MEDIA = ["GPU", "CPU", "STORAGE"];
@@ -222,7 +222,7 @@ function openRow(app, row) {
     document.querySelector(`[data-row="${CSS.escape(row.key)}"]`)?.scrollIntoView({ block: "center" })));
 }
 
-const named = () => decodeURIComponent(location.hash.split("/").slice(1).join("/"));
+const named = () => decoded(location.hash.split("/").slice(1).join("/"));
 
 export const fleet = {
   id: "fleet",

@@ -15,6 +15,8 @@ const NOW_S = 60;
 // How often the day's history is read. Its steps are a minute long.
 const DAY_REST_MS = 30_000;
 const KEPT = 1800;
+// Behind a balancer, one router may keep a history while another, of the former release, keeps none.
+const MISSING_REST_MS = 60_000;
 
 const NAMES = ["requests", "failed", "prompt_tokens", "delivered_tokens", "predicted_tokens", "possible_tokens", "chosen_tokens",
   "saved_s", "ttft_p50_s", "ttft_p95_s"];
@@ -69,10 +71,13 @@ export class History {
   constructor() {
     this.range = sessionStorage.getItem(RANGE) ?? "15m";
     this.isKept = true;
+    this.missingAt = -Infinity;
     this.own = new OwnHistory();
     this.hour = null;
     this.day = null;
     this.dayAt = -Infinity;
+    // The model of the last look.
+    this.model = "";
     // Changes whenever anything that is shown changes.
     this.version = 0;
   }
@@ -90,10 +95,16 @@ export class History {
   }
 
   async look(signal, model) {
-    if (!this.isKept) return;
-    this.hour = await this.ask("1h", model, signal);
+    if (!this.isKept && performance.now() - this.missingAt < MISSING_REST_MS) return;
+    this.model = model;
+    const hour = await this.ask("1h", model, signal);
+    // Another model was chosen meanwhile, and its answer may have come first.
+    if (this.model !== model) return;
+    this.hour = hour;
     if (this.range === "24h" && performance.now() - this.dayAt > DAY_REST_MS) {
-      this.day = await this.ask("24h", model, signal);
+      const day = await this.ask("24h", model, signal);
+      if (this.model !== model) return;
+      this.day = day;
       this.dayAt = performance.now();
     }
     this.version += 1;
@@ -101,14 +112,23 @@ export class History {
 
   async ask(range, model, signal) {
     try {
-      return await get(`/history?range=${range}${model ? `&model=${encodeURIComponent(model)}` : ""}`, signal);
+      const reply = await get(`/history?range=${range}${model ? `&model=${encodeURIComponent(model)}` : ""}`, signal);
+      this.found();
+      return reply;
     } catch (error) {
       if (error.status !== 404) throw error;
       // The 404 may mean that the model has had no request yet, so try without a model.
       if (model) await this.ask(range, "", signal);
-      else this.isKept = false;
+      else Object.assign(this, { isKept: false, missingAt: performance.now() });
       return null;
     }
+  }
+
+  found() {
+    if (this.isKept) return;
+    this.isKept = true;
+    // Its counters stand still from now on.
+    this.own = new OwnHistory();
   }
 
   observe(time_s, metrics, model) {

@@ -124,14 +124,17 @@ async function lookAtMetrics(signal) {
 const lookAtHistory = (signal) => state.history.look(signal, state.model);
 
 async function lookAtSavings(signal) {
-  if (view !== overview || state.savings?.isMissing) return;
+  if (view !== overview) return;
+  const { model } = state;
+  let savings;
   try {
-    const model = state.model ? `&model=${encodeURIComponent(state.model)}` : "";
-    state.savings = await get(`/savings?days=7${model}`, signal);
+    savings = await get(`/savings?days=7${model ? `&model=${encodeURIComponent(model)}` : ""}`, signal);
   } catch (error) {
     if (error.status !== 404) throw error;
-    state.savings = { days: [], isMissing: !state.model };
+    savings = { days: [], isMissing: !model };
   }
+  // Another model may have been chosen meanwhile.
+  if (state.model === model) state.savings = savings;
 }
 
 async function lookAtStore(signal) {

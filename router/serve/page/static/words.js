@@ -47,6 +47,15 @@ export function middle(text, most = 28) {
   return `${text.slice(0, Math.ceil(kept / 2))}…${text.slice(text.length - Math.floor(kept / 2))}`;
 }
 
+/** A part of an address as text. What somebody wrote by hand may not be encoded; then it is taken as it is. */
+export function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}
+
 /** "1 worker", "2 workers". */
 export const counted = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
 
