@@ -285,7 +285,7 @@ def test_invalid_bounds_are_refused(more: str) -> None:
 
 @pytest.mark.parametrize("scope", ["admin", "watch", "register", "ask, watch"])
 def test_a_key_that_could_learn_hits_elsewhere_is_not_bound(scope: str) -> None:
-    with pytest.raises(SettingError, match="a key of its own"):
+    with pytest.raises(SettingError, match="use another key"):
         parse_keys(f"keys: [{{name: a, scopes: [{scope}], key: {key_of('a')}, models: [m]}}]", "f")
 
 
