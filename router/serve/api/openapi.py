@@ -221,6 +221,9 @@ def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
         for method, operation in operations.items():
             # FastAPI's own answer to a wrong parameter; the router answers 400 in its place.
             operation["responses"].pop("422", None)
+            if any(parameter["in"] == "query" for parameter in operation.get("parameters", ())):
+                # A parameter that is given twice is refused everywhere (`fastapi_app.py`).
+                operation["responses"].setdefault("400", _problem(400))
             if len(app.state.paths.spellings(path)) > 1:
                 operation["servers"] = SERVERS
             _illustrate(operation, EXAMPLES.get((method.upper(), path)))
