@@ -161,7 +161,7 @@ def test_make_demo_compiles_nothing_and_uses_what_is_installed(tmp_path: Path) -
     compiling = run([*demo[:-1], f"{tmp_path}/installed"], cwd=ROOT)
     assert "KVROUTER_COMPILE" not in compiling
     assert all(f"'{tool}'" in compiling for tool in SETTINGS["build-system"]["requires"])
-    # What stays in the folder of builds is not compiled again.
+    # The modules that stay in the folder of builds are not compiled again.
     assert not [line for line in (fresh + compiling).splitlines() if "rm " in line and " build " in f"{line} "]
 
 

@@ -21,7 +21,7 @@ from tests.support.router_process import RouterError, RouterProcess
 from tests.support.scripted_engine import ScriptedEngine, plain
 
 REPLICAS = 7
-# What an engine answers that reuses more than anybody could predict.
+# The usage of an engine that reuses more than anybody could predict.
 SURPRISING = {
     "id": "1",
     "object": "text_completion",
@@ -112,7 +112,7 @@ def test_a_paused_list_stands_still_until_it_is_resumed(tab: BrowserPage, router
     assert listed(page) == before != kept(router)
     page.click("#decisions-pause")
     until(lambda: listed(page) == kept(router), "the list follows again")
-    # What is read stands still too, and goes on when it is closed.
+    # A decision that is being read stands still too, until it is closed.
     page.click("#decisions-list td >> nth=0")
     page.wait_for_selector("#decision .bar")
     before = listed(page)
