@@ -57,7 +57,7 @@ class Fault(NamedTuple):
 
 
 class Row(msgspec.Struct):
-    """What the doctor said about one fault."""
+    """The doctor's report about one fault."""
 
     number: int
     fault: str

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import zmq
+from playwright.sync_api import Browser
 
+from tests.support.browser_page import BrowserPage, browser
 from tests.support.churn import Churn
 from tests.support.engine_http import EngineHttp
 from tests.support.fake_engine import FakeEngine, NewEngine
@@ -85,3 +87,18 @@ def http() -> Iterator[EngineHttp]:
     server = EngineHttp()
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    """Start the browser for the tests of a module."""
+    with browser() as started:
+        yield started
+
+
+@pytest.fixture
+def tab(chromium: Browser, router: RouterProcess) -> Iterator[BrowserPage]:
+    """Open a tab of the browser for the page of the module's router."""
+    tab = BrowserPage(chromium, router.port)
+    yield tab
+    tab.close()

@@ -20,7 +20,7 @@ from urllib.parse import unquote, urldefrag, urlsplit
 import pytest
 from playwright.sync_api import Browser, expect
 
-from tests.support.browser_page import BrowserPage, browser
+from tests.support.browser_page import BrowserPage
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD_S = 400.0
@@ -158,12 +158,6 @@ def port(site: Path) -> Iterator[int]:
         yield server.server_address[1]
         server.shutdown()
         thread.join()
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with browser() as started:
-        yield started
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.support.browser_page import BrowserPage, browser, violations
+from tests.support.browser_page import BrowserPage, violations
 from tests.support.fleet import until
 from tests.support.replica_process import ReplicaProcess, worker_flags
 from tests.support.router_process import RouterProcess
@@ -93,19 +93,6 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
             stack.callback(Traffic(started, seed).close)
         until(lambda: len(started.request("GET", "/decisions")["decisions"]) > 60, "requests were placed")
         yield started
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with browser() as started:
-        yield started
-
-
-@pytest.fixture
-def tab(chromium: Browser, router: RouterProcess) -> Iterator[BrowserPage]:
-    tab = BrowserPage(chromium, router.port)
-    yield tab
-    tab.close()
 
 
 def shown(page: Page, view: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from kvrouter.router.observe.findings.explanations import EXPLANATIONS
-from tests.support.browser_page import BrowserPage, browser, violations
+from tests.support.browser_page import BrowserPage, violations
 from tests.support.fleet import until, wait_live
 from tests.support.ports import free_port
 from tests.support.replica_process import MODEL, replicas, worker_flags
@@ -55,12 +55,6 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
         for number in range(2):
             with pytest.raises(RouterError, match="400"):
                 complete(started, 200 + number, f"bad-{number}", "odd")
-        yield started
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with browser() as started:
         yield started
 
 

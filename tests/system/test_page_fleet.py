@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
-from tests.support.browser_page import BrowserPage, browser, violations
+from tests.support.browser_page import BrowserPage, violations
 from tests.support.fleet import until
 from tests.support.replica_process import ReplicaProcess, worker_flags
 from tests.support.router_process import RouterProcess
@@ -57,19 +57,6 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
                 "POST", "/v1/completions", {"model": model, "prompt": [7] * (200 + number), "max_tokens": 2}
             )
         yield started
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with browser() as started:
-        yield started
-
-
-@pytest.fixture
-def tab(chromium: Browser, router: RouterProcess) -> Iterator[BrowserPage]:
-    tab = BrowserPage(chromium, router.port)
-    yield tab
-    tab.close()
 
 
 def states(router: RouterProcess, state: str) -> list[str]:

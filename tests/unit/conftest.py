@@ -17,6 +17,7 @@ import zmq
 from kvrouter.engine_patch.reporter import snapshots
 from kvrouter.engine_patch.reporter.reporter import Reporter
 from tests.support.report_peer import Peer, start
+from tests.support.stub_router import StubRouter
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -82,3 +83,10 @@ def joined(context: Context, made: Callable[..., Reporter]) -> Iterator[Callable
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limit a part to four hashes, so that a snapshot has many parts."""
     monkeypatch.setattr(snapshots, "SNAPSHOT_PART_BLOCKS", 4)
+
+
+@pytest.fixture
+def stub() -> Iterator[StubRouter]:
+    """Start a router that gives the answers that a test sets."""
+    with StubRouter() as router:
+        yield router

@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,12 +22,6 @@ from kvrouter.router.model.config.loading import load_config
 from kvrouter.router.model.config.settings import FIELDS, Config, flag_of, metavar_of
 from kvrouter.router.model.workers.listed_worker import listed_worker
 from tests.support.stub_router import SELECTED, StubRouter, unset_client_variables
-
-
-@pytest.fixture
-def stub() -> Iterator[StubRouter]:
-    with StubRouter() as router:
-        yield router
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,12 +20,6 @@ DAY = {
     "round_robin_tokens": 5_000,
     "saved_s": 12.34,
 }
-
-
-@pytest.fixture
-def stub() -> Iterator[StubRouter]:
-    with StubRouter() as router:
-        yield router
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -45,12 +44,6 @@ DECISION = SELECTED | {
     },
     "earlier": ["s0"],
 }
-
-
-@pytest.fixture
-def stub() -> Iterator[StubRouter]:
-    with StubRouter() as router:
-        yield router
 
 
 @pytest.fixture(autouse=True)
