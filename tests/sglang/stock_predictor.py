@@ -23,10 +23,9 @@ from tests.sglang.tree_oracle import TreePrompt
 WORKER = WorkerKey("m", "w")
 
 
-def full_attention(page: int, *, bigrams: bool = False, group_idx: int | None = None) -> CatalogSpec:
+def full_attention(page: int, group_idx: int | None = None) -> CatalogSpec:
     """Return the catalog that a user registers for a model with full attention alone."""
-    groups = (GroupSpec(group_idx, "full_attention", page),)
-    return CatalogSpec(groups=groups, hash_algo="sglang_bigram" if bigrams else None)
+    return CatalogSpec(groups=(GroupSpec(group_idx, "full_attention", page),))
 
 
 class StockPredictor:

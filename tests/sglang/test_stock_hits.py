@@ -42,7 +42,7 @@ def followed(oracle: TreeOracle, form: str, group_idx: int | None = None) -> Sto
     is_stated = oracle.layout.components == ("FULL",)
     catalog = None
     if is_stated:
-        catalog = full_attention(oracle.layout.page, bigrams=oracle.is_bigram, group_idx=group_idx)
+        catalog = full_attention(oracle.layout.page, group_idx)
     predictor = StockPredictor(catalog)
     predictor.take(Connected())
     seqs = iter(range(1 << 30))

@@ -395,6 +395,19 @@ def test_kv401_to_kv403_name_what_answers_say_of_predictions(
             clinic.find(code, subject)
 
 
+def test_kv407_names_an_engine_that_ignores_salts(clinic: Clinic, engine: FakeEngine) -> None:
+    with (
+        ScriptedEngine(Answers(96)) as scripted,
+        clinic.worker(**engine.registration("kv407", "KV407", url=scripted.url)) as subject,
+    ):
+        clinic.router.wait_connected("kv407", engine.wait_subscribed)
+        clinic.router.wait_seen("kv407", engine.publish(stored(prompt(1), 0, 6)))
+        for _ in range(ALONE_MIN):
+            assert "KV407" not in clinic.codes()
+            clinic.complete("KV407", prompt(1), cache_salt="tenant")
+        assert "8 of the 8 had a cache_salt" in clinic.find("KV407", subject).evidence
+
+
 def test_kv404_names_short_prompts(clinic: Clinic, replicas: list[dict[str, Any]]) -> None:
     with clinic.worker("short", **of(replicas[0])):
         compute(replicas[0], prompt(5, 40))

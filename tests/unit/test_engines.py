@@ -15,6 +15,7 @@ from kvrouter.events.vllm.codec import BatchDecoder
 from kvrouter.events.vllm.messages import BlockStored
 from kvrouter.router.base.common.errors import BadQuestion, SettingError
 from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.index.ingest.residency import Residency
 from kvrouter.router.index.ingest.worker_profile import WorkerProfile
 from kvrouter.router.model.engines.engine import NotThisEngine
 from kvrouter.router.model.engines.known import ENGINES, engine_named
@@ -79,11 +80,27 @@ def test_a_page_of_the_stock_stream_verifies_the_scheme(algo: str, salt: str | N
     assert identity.scheme == HashScheme(algo, b"")
 
 
-def test_a_page_with_eagle_does_not_verify_without() -> None:
-    spec = ENGINES["sglang"].completed(CatalogSpec())
-    identity = HashIdentity(spec, ENGINES["sglang"].schemes(spec, None))
-    identity.judge(stored("sglang_bigram", None))
-    assert identity.standing is not SchemeState.VERIFIED
+@pytest.mark.parametrize("stated", [None, "sglang", "sglang_bigram"])
+@pytest.mark.parametrize(("algo", "lookahead_tokens"), [("sglang", 0), ("sglang_bigram", 1)])
+def test_the_first_page_shows_whether_pages_are_of_bigrams(
+    stated: str | None, algo: str, lookahead_tokens: int
+) -> None:
+    worker = profile("sglang", msgspec.structs.replace(FULL_ALONE, hash_algo=stated))
+    worker.identity.judge(stored(algo, None))
+    assert worker.identity.standing is SchemeState.VERIFIED
+    assert worker.identity.scheme == HashScheme(algo, b"")
+    assert worker.catalog.lookahead_tokens == lookahead_tokens
+
+
+@pytest.mark.parametrize(
+    ("engine", "advice"), [("vllm", "PYTHONHASHSEED"), ("sglang", "bigrams (EAGLE) were both tried")]
+)
+def test_hashes_that_nothing_explains_are_answered_with_the_advice_of_their_engine(engine: str, advice: str) -> None:
+    worker = profile(engine, FULL_ALONE)
+    worker.identity.judge(msgspec.structs.replace(stored("sglang", None), block_hashes=np.array([1], np.uint64)))
+    assert worker.identity.standing is SchemeState.UNEXPLAINED
+    worker.contact.linked = True
+    assert advice in worker.reason(Residency())
 
 
 def test_stock_events_earn_nothing_unless_full_attention_alone_is_stated() -> None:

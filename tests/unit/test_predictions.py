@@ -16,6 +16,7 @@ from kvrouter.router.observe.quality.prediction_judge import (
     BUSY_MIN,
     COUNTED_MIN,
     SILENT_MIN,
+    DoubtKind,
     PredictionJudge,
     PredictionOutcome,
     outcome_of,
@@ -59,6 +60,28 @@ def test_more_than_predicted_and_nothing_predicted_are_no_alarm() -> None:
     assert judged(*[(96, 960)] * 100).problem() is None
     assert judged(*[(0, 0)] * 100).problem() is None
     assert judged(*[(0, 960)] * 100, alone=False).problem() is None
+
+
+def test_an_engine_that_ignores_salts_is_named() -> None:
+    judge = PredictionJudge()
+    for _ in range(ALONE_MIN):
+        assert judge.doubt() is None
+        judge.reused(0, has_salt=True)
+    doubt = judge.doubt()
+    assert doubt is not None and doubt.kind is DoubtKind.UNFORESEEN and "8 of the 8 had a cache_salt" in doubt.text
+    judge.begin_life()
+    assert judge.doubt() is None
+
+
+def test_half_of_the_reused_prompts_may_be_unforeseen() -> None:
+    judge = PredictionJudge()
+    for predicted in [0, 96] * ALONE_WINDOW:
+        judge.reused(predicted, has_salt=False)
+    assert judge.doubt() is None
+    judge.reused(0, has_salt=False)
+    assert judge.doubt() is None
+    judge.reused(0, has_salt=False)
+    assert judge.doubt() is not None
 
 
 def test_evictions_and_siblings_among_others_are_no_alarm() -> None:

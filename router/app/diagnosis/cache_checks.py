@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from kvrouter.contract.diagnosis import Finding
 from kvrouter.router.app.diagnosis.snapshot import Snapshot, WorkerFacts
 from kvrouter.router.base.common.escaping import printable
+from kvrouter.router.model.engines.known import engine_named
 from kvrouter.router.model.kvcache.catalog import FULL_KINDS, Catalog
 from kvrouter.router.model.kvcache.scheme_verification import SchemeState
 from kvrouter.router.model.workers.stream_state import StreamState
@@ -43,7 +44,8 @@ def cache_findings(snapshot: Snapshot) -> Iterator[Finding]:
 
 def _of_hashes(worker: WorkerFacts) -> Iterator[Finding]:
     if worker.state is StreamState.UNHASHABLE:
-        yield found("KV301", worker.name, f"{worker.reason} ({worker.hash_label})")
+        fix = engine_named(worker.registration.engine).flags.hashes
+        yield found("KV301", worker.name, f"its hashes are {worker.hash_label}", fix)
     elif worker.scheme in (SchemeState.ASSUMED, SchemeState.DECLARED) and worker.blocks:
         yield found(
             "KV302",

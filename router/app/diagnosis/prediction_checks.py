@@ -34,6 +34,12 @@ DOUBTS = {
         "start engines and router with the same PYTHONHASHSEED (--none-hash-seed) and hash algorithm; register each engine's own "
         "event endpoint; if its cache is too small for its load: {serve} {memory}, or more replicas",
     ),
+    DoubtKind.UNFORESEEN: (
+        "KV407",
+        "if the prompts have a cache_salt: update the engine, because this version ignores it at their path, and all tenants share "
+        "one cache; if the engine is older than the router: give it a replay endpoint or the engine patch (KV207); if neither "
+        "holds: report it with kvrouter doctor --bundle FILE",
+    ),
 }
 
 WITH_RENDERING = "start the engines with --enable-scale-out (vLLM), or kvrouter serve --tokenizer MODEL=FOLDER"

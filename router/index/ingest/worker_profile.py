@@ -176,7 +176,7 @@ class WorkerProfile:
         self.incident = SILENT if self.is_silent else f"no connection to {registration.events} yet"
         # Whether the incident describes something under way, which ends when the worker is live.
         self._is_passing = not self.is_silent
-        self._catalog: tuple[tuple[int, int | None], Catalog] | None = None
+        self._catalog: tuple[tuple[int, int | None, str], Catalog] | None = None
         # The versions of catalog and scheme that are in Redis.
         self._written: tuple[int, SchemeState] | None = None
         # The counts of gaps, clears and resyncs that are in Redis.
@@ -203,9 +203,10 @@ class WorkerProfile:
     @property
     def catalog(self) -> Catalog:
         """The catalog as it is known now."""
-        version = (self.learner.version, self.identity.hash_block_size)
+        identity = self.identity
+        version = (self.learner.version, identity.hash_block_size, identity.scheme.algo)
         if self._catalog is None or version != self._catalog[0]:
-            self._catalog = version, self.learner.catalog(self.identity.hash_block_size)
+            self._catalog = version, self.learner.catalog(identity.hash_block_size, identity.scheme.algo)
         return self._catalog[1]
 
     @property
@@ -256,10 +257,7 @@ class WorkerProfile:
         if self.ranks.problem:
             return self.ranks.problem
         if self.state is StreamState.UNHASHABLE:
-            return (
-                "no known hash scheme explains this worker's first dense root blocks: set its hash_algo and none_hash, or the seed "
-                "that its PYTHONHASHSEED has (none_hash_seed)"
-            )
+            return f"no known way of hashing gives the hashes of its first blocks: {self.engine.flags.hashes}"
         if withheld := self.withheld(blocks.places):
             return f"{self.incident}; {withheld}" if self.incident else withheld
         if not self.incident and self.tally.refused:

@@ -61,6 +61,8 @@ class OperatorFlags(msgspec.Struct, frozen=True):
     prefix_cache: str
     # Sets how much of the accelerator's memory the engine uses, which determines the size of its KV cache.
     memory: str
+    # Makes block hashes known that the router cannot compute, as a whole sentence without its full stop.
+    hashes: str
 
 
 class Engine(msgspec.Struct, frozen=True, eq=False):

@@ -354,14 +354,17 @@ class CatalogLearner:
             self._blocks_per_chunk = 1
             self.version += 1
 
-    def catalog(self, hash_block_size: int | None = None) -> Catalog:
+    def catalog(self, hash_block_size: int | None = None, hash_algo: str | None = None) -> Catalog:
         """Return the current catalog: the stated groups, and the learned groups that are not stated.
 
         Args:
             hash_block_size: The size that verified hashes showed, for an engine whose prefix_match_unit is finer than
                 the gcd of its block sizes; None if no hash is verified.
+            hash_algo: The algorithm of the worker's hash scheme, which precedes the stated one; None for the stated one.
         """
         spec = self._spec
+        if hash_algo is not None:
+            spec = msgspec.structs.replace(spec, hash_algo=hash_algo)
         if spec.hash_block_size is None and hash_block_size is not None:
             spec = msgspec.structs.replace(spec, hash_block_size=hash_block_size)
         stated = self._stated_as_announced()

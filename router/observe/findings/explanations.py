@@ -229,10 +229,12 @@ EXPLANATIONS: dict[str, Explanation] = {
         "endpoint: firewall, network policy, published ports.",
     ),
     "KV301": Explanation(
-        "No known hash scheme and seed gives the hashes that the engine announces. The engine runs with its own "
-        "PYTHONHASHSEED, or with another `--prefix-caching-hash-algo`.",
-        "State both: `kvrouter serve --none-hash-seed SEED`, or for one worker `none_hash_seed=` and `hash_algo=` "
-        "in `--worker`. Or install the engine patch, which declares them.",
+        "No known hash scheme and seed gives the hashes that the engine announces. vLLM runs with its own "
+        "PYTHONHASHSEED, or with another `--prefix-caching-hash-algo`. SGLang has no seed, and both of its schemes "
+        "are tried, so the engine is of another kind or version.",
+        "For vLLM, state both: `kvrouter serve --none-hash-seed SEED`, or for one worker `none_hash_seed=` and "
+        "`hash_algo=` in `--worker`. Or install the engine patch, which declares them. For SGLang, check "
+        "`engine=sglang`, and its version (docs/how-to/sglang.md).",
     ),
     "KV302": Explanation(
         "The worker holds blocks, and none came that could be compared: the first block of a plain prompt with "
@@ -319,6 +321,15 @@ EXPLANATIONS: dict[str, Explanation] = {
         "Follow the finding's fix, which depends on the reason; docs/how-to/tokenizers.md lists the reasons. "
         "Usual ones are a missing `--worker-api-key`, and no tokenizer in engine or router (`--enable-scale-out`, "
         "`--tokenizer MODEL=FOLDER`).",
+    ),
+    "KV407": Explanation(
+        "Of the last prompts that the engine reused while each was alone there (at most 16, at least 8), more than "
+        "half were predicted to reuse nothing, while the worker was live and nothing withheld its credit. Nothing "
+        "wrong is promised, but prompts are sent away from the worker that holds them.",
+        "If these prompts have a `cache_salt`, the engine's version ignores it at their path (old versions do at "
+        "`/v1/messages`): all tenants share one cache, so update the engine. If the engine stored blocks before "
+        "the router followed it, give it a replay endpoint or the engine patch. If neither holds, report it: "
+        "docs/how-to/doctor.md says how.",
     ),
     "KV501": Explanation(
         "Redis does not answer, or it takes no commits. Answers continue from memory; other routers learn "

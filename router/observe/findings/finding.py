@@ -68,6 +68,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "KV404": (WARNING, "most prompts are shorter than a block"),
     "KV405": (WARNING, "tokens of texts are not known to be the engine's"),
     "KV406": (ERROR, "most text prompts have no tokens"),
+    "KV407": (WARNING, "the engine reuses more than is predicted"),
     "KV501": (ERROR, "Redis does not do what the router needs"),
     "KV502": (ERROR, "Redis evicts keys"),
     "KV503": (WARNING, "Redis does not persist the index"),
@@ -101,9 +102,6 @@ FIXES = {
     "KV108": "kvrouter serve --max-workers N, with more than now, or register fewer; if its registration cannot be read,"
     " register it again",
     "KV109": "kvrouter serve --worker-api-key KEY, or its key in --worker-api-keys-file (all routers)",
-    "KV301": "kvrouter serve --none-hash-seed SEED with the engines' PYTHONHASHSEED; for one worker: --worker "
-    "ID=URL,...,none_hash_seed=SEED,hash_algo=ALGORITHM (its --prefix-caching-hash-algo); or install the engine"
-    " patch",
     "KV302": "send it one prompt of plain text that it does not have yet; if that changes nothing, state none_hash_seed "
     "and hash_algo, or install the engine patch",
     "KV303": 'register the worker with its catalog: {"catalog": {"groups": [{"kind": ..., "block_size": ...}]}} '

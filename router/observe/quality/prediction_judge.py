@@ -55,6 +55,8 @@ class DoubtKind(StrEnum):
     SILENT = "silent"
     # The predictions do not come true.
     UNTRUE = "untrue"
+    # Prompts are reused for which nothing was predicted, and nothing that the router knows explains it.
+    UNFORESEEN = "unforeseen"
 
 
 class Doubt(NamedTuple):
@@ -80,6 +82,8 @@ class PredictionJudge:
         self._all: deque[tuple[int, int]] = deque(maxlen=BUSY_WINDOW)
         # Pairs of a prompt's length as counted here and by the engine.
         self._lengths: deque[tuple[int, int]] = deque(maxlen=COUNTED_WINDOW)
+        # Prompts that were reused, each with its prediction and whether it had a cache salt.
+        self._reused: deque[tuple[int, bool]] = deque(maxlen=ALONE_WINDOW)
         self._tells = False
         self._silent = 0
         # The number of the engine's process. An answer is judged only in the life in which its worker was chosen.
@@ -93,6 +97,7 @@ class PredictionJudge:
         self._alone.clear()
         self._all.clear()
         self._lengths.clear()
+        self._reused.clear()
         self._tells, self._silent = False, 0
 
     def delivered_of(self, cached_tokens: int | None, predicted: int | None) -> int | None:
@@ -133,6 +138,10 @@ class PredictionJudge:
         if alone:
             self._alone.append((predicted, delivered))
 
+    def reused(self, predicted: int, *, has_salt: bool) -> None:
+        """Record a prompt that was reused while it was alone at a worker whose credit nothing withholds."""
+        self._reused.append((predicted, has_salt))
+
     def counted(self, here: int, there: int) -> None:
         """Record the length of a prompt whose tokens are all known, as counted by the router and by the engine."""
         self._lengths.append((here, there))
@@ -160,7 +169,17 @@ class PredictionJudge:
                 "start the engine with --enable-prompt-tokens-details (where it has that: nothing of what is predicted is reused)",
             )
         untrue = self._untrue()
-        return None if untrue is None else Doubt(DoubtKind.UNTRUE, untrue)
+        return self._unforeseen() if untrue is None else Doubt(DoubtKind.UNTRUE, untrue)
+
+    def _unforeseen(self) -> Doubt | None:
+        unforeseen = [has_salt for predicted, has_salt in self._reused if not predicted]
+        if len(self._reused) < ALONE_MIN or len(unforeseen) <= HALF * len(self._reused):
+            return None
+        return Doubt(
+            DoubtKind.UNFORESEEN,
+            f"it reused {len(unforeseen)} prompts for which nothing was predicted, of the last {len(self._reused)} that it "
+            f"reused while they were alone there; {sum(unforeseen)} of the {len(unforeseen)} had a cache_salt",
+        )
 
     def _untrue(self) -> str | None:
         less = _less(self._alone)

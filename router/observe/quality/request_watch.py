@@ -16,11 +16,18 @@ from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.matcher import WorkerView
 from kvrouter.router.index.matching.question import Question
+from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.router.observe.decisions.decision_log import DecisionLog
 from kvrouter.router.observe.quality.access_log import pieces_of, write_line
 from kvrouter.router.observe.quality.answer_tap import AnswerTap, Send
 from kvrouter.router.observe.quality.concurrency import Concurrency, Flight
-from kvrouter.router.observe.quality.prediction_judge import Doubt, PredictionJudge, PredictionOutcome, outcome_of
+from kvrouter.router.observe.quality.prediction_judge import (
+    Doubt,
+    DoubtKind,
+    PredictionJudge,
+    PredictionOutcome,
+    outcome_of,
+)
 from kvrouter.router.observe.quality.quality_metrics import QualityMetrics, WorkerQualityMetrics
 from kvrouter.router.observe.quality.reuse_report import ReuseReport
 from kvrouter.router.route.load.traffic_sums import NO_MODEL, TrafficSums
@@ -103,9 +110,13 @@ class Quality:
         return None if judge is None else judge.reuse()
 
     def health(self) -> list[str]:
-        """Return a sentence for each worker whose predictions are not to be trusted."""
-        problems = ((worker, judge.problem()) for worker, judge in self._predictions.items())
-        return [f"worker {printable(worker.route_name)}: {problem}" for worker, problem in problems if problem]
+        """Return a sentence for each worker whose predictions promise what is not there, or cannot be checked."""
+        doubts = ((worker, judge.doubt()) for worker, judge in self._predictions.items())
+        return [
+            f"worker {printable(worker.route_name)}: {doubt.text}"
+            for worker, doubt in doubts
+            if doubt is not None and doubt.kind is not DoubtKind.UNFORESEEN
+        ]
 
     def begin_life(self, worker: WorkerKey) -> None:
         """Forget the evidence against a worker's predictions.
@@ -129,6 +140,7 @@ class RequestWatch:
     __slots__ = (
         "_began_s",
         "_flight",
+        "_has_salt",
         "_key_name",
         "_life",
         "_measured",
@@ -167,6 +179,7 @@ class RequestWatch:
         self._question: Question | None = None
         # Whether the hit of the choice predicts the reuse.
         self._predicted = False
+        self._has_salt = False
         self._placement: Placement | None = None
         # The engine's life in which the worker was chosen, as the judge counts them.
         self._life = 0
@@ -182,6 +195,7 @@ class RequestWatch:
         self._model = question.model
         # If only the beginning of a prompt is known, more may be reused than can be predicted.
         self._predicted = question.token_ids is not None and len(question.token_ids) == question.num_tokens
+        self._has_salt = bool(question.cache_salt)
         if self._quality.logs_access:
             self._question = question
         if self._trace is not None:
@@ -402,8 +416,11 @@ class RequestWatch:
         (metrics.under if error > 0 else metrics.over).inc(abs(error))
         if same_life:
             placement.reused(report.delivered)
-        if same_life and not placement.choice.hit.approximate:
+        hit = placement.choice.hit
+        if same_life and not hit.approximate:
             judge.judge(report.predicted, report.delivered, alone=tap.was_alone)
+            if report.delivered and tap.was_alone and hit.state == StreamState.LIVE and not hit.reason:
+                judge.reused(report.predicted, has_salt=self._has_salt)
 
 
 def _unjudged_reason(report: ReuseReport, tap: AnswerTap) -> str:

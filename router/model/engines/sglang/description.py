@@ -24,8 +24,6 @@ from kvrouter.router.model.workers.engine_cache import positive_count
 from kvrouter.router.model.workers.hash_algorithms import LOOKAHEAD_TOKENS
 from kvrouter.router.model.workers.registration import CatalogSpec
 
-DEFAULT_ALGO = "sglang"
-
 # Source: SGLang 0.5.23 srt/observability/metrics_collector.py:1289.
 _CACHE_LINE = re.compile(
     rb"^sglang:(page_size|num_pages|max_total_num_tokens)(?:\{([^}\n]*)\})? +([-+0-9.eE]+)(?: +-?\d+)?\r?$",
@@ -35,19 +33,19 @@ _RANK = re.compile(rb'(?:^|,) *dp_rank="(\d{1,9})"')
 
 
 def schemes(spec: CatalogSpec, seed: str | None) -> tuple[HashScheme, ...]:
-    """Return the one scheme of this worker, which depends on EAGLE alone, as SGLang has no seed.
+    """Return both schemes of SGLang, the stated one first: pages of tokens, and pages of bigrams (EAGLE).
 
-    A stated algorithm of another engine is ignored.
+    SGLang has no seed, so the worker's first page shows which of them it uses, also where the stated one is wrong. A
+    stated algorithm of another engine is ignored.
     """
-    algo = spec.hash_algo if spec.hash_algo in LOOKAHEAD_TOKENS else None
-    return (HashScheme(algo or DEFAULT_ALGO, b""),)
+    algos = sorted(LOOKAHEAD_TOKENS, key=lambda algo: (algo != spec.hash_algo, LOOKAHEAD_TOKENS[algo]))
+    return tuple(HashScheme(algo, b"") for algo in algos)
 
 
 def completed(spec: CatalogSpec) -> CatalogSpec:
     """Return the stated catalog, completed by the values that are the same in all engines of SGLang."""
     return msgspec.structs.replace(
         spec,
-        hash_algo=spec.hash_algo or DEFAULT_ALGO,
         partial_hits=False,
         offload_connector=spec.offload_connector or HICACHE,
         whole_windows=True,
@@ -128,6 +126,10 @@ FLAGS = OperatorFlags(
     usage="--enable-cache-report",
     prefix_cache="(without --disable-radix-cache)",
     memory="--mem-fraction-static",
+    hashes=(
+        "pages of tokens and pages of bigrams (EAGLE) were both tried: check that it is SGLang (engine=sglang), in a "
+        "version that docs/how-to/sglang.md names"
+    ),
 )
 
 # Messages of Anthropic's API become chats without the salt, and embeddings and scores have no such field.

@@ -135,6 +135,10 @@ FLAGS = OperatorFlags(
     usage="--enable-prompt-tokens-details",
     prefix_cache="--enable-prefix-caching",
     memory="--gpu-memory-utilization",
+    hashes=(
+        "state the seed that its PYTHONHASHSEED has, by kvrouter serve --none-hash-seed SEED or for one worker by "
+        "none_hash_seed=SEED, and its --prefix-caching-hash-algo by hash_algo=ALGORITHM; or install the engine patch"
+    ),
 )
 
 # Some ways of scoring drop the salt. Source: vLLM 0.32.0
