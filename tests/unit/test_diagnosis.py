@@ -307,6 +307,23 @@ def test_ranks_and_models_of_one_engine_are_no_twins() -> None:
     assert finding.subject == "workers w0 and w1"
 
 
+def test_the_fix_removes_the_twin_that_a_client_registered() -> None:
+    twins = (worker(given={"source": "register"}), worker("w1", {"url": URL, "source": "static"}))
+    (finding,) = findings(snapshot(*twins))
+    assert finding.code == "KV110" and "-X DELETE ROUTER/workers/w0" in finding.fix
+
+
+def test_a_worker_that_a_source_keeps_is_changed_there() -> None:
+    for source, ways in (
+        ("register", ("-X PATCH ROUTER/workers/w0", "-X DELETE ROUTER/workers/w0")),
+        ("static", ("its url in --worker or KVROUTER_WORKERS", "take it out of --worker or KVROUTER_WORKERS")),
+    ):
+        down = worker(given={"source": source}, state=StreamState.DOWN, reason="refused")
+        (finding,) = [finding for finding in findings(snapshot(down)) if finding.code == "KV101"]
+        assert all(way in finding.fix for way in ways), finding.fix
+        assert ("ROUTER/" in finding.fix) == (source == "register")
+
+
 def test_an_unreachable_store_is_one_finding() -> None:
     load_problems = ["the load of other routers is not known"]
     # A refused commit may show before the silence of the store does.

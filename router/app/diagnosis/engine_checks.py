@@ -11,6 +11,8 @@ from kvrouter.router.app.diagnosis.snapshot import Snapshot, WorkerFacts
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.model.engines.known import engine_named
 from kvrouter.router.model.workers.provenance import registered_twice
+from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.model.workers.source_precedence import PLACES, REGISTER
 from kvrouter.router.observe.findings.finding import ROUTER, argument, found
 
 
@@ -42,13 +44,15 @@ def engine_findings(snapshot: Snapshot) -> Iterator[Finding]:
         yield from _of_worker(worker)
     for twins in registered_twice(worker.registration for worker in snapshot.workers):
         ids = " and ".join(printable(twin.route_name) for twin in twins)
+        registrations = [worker.registration for worker in snapshot.workers if worker.registration.worker in twins]
+        # One that a client registered can be dropped at once.
+        extra = next((one for one in registrations if one.source == REGISTER), registrations[-1])
         yield found(
             "KV110",
             f"workers {ids}",
             "they have one url and one rank, so each is taken for an engine of its own: its load is counted by parts, and every "
             "prompt has a worker more to choose from that is none",
-            f"drop all but one: curl -X DELETE {ROUTER}workers/{argument(twins[-1].worker_id)}, or remove it from its source; an "
-            "adapter or another name of the model needs no worker (--model-alias)",
+            f"drop all but one: {_removal(extra)}; an adapter or another name of the model needs no worker (--model-alias)",
         )
     for worker in snapshot.workers:
         ahead_s = snapshot.engine_clocks.get(worker.registration.url or "", 0.0)
@@ -69,8 +73,8 @@ def _of_worker(worker: WorkerFacts) -> Iterator[Finding]:
             "KV101",
             worker.name,
             worker.reason,
-            f"start the engine; test it from the router's machine: curl -i {url}{engine.health_path}; if it moved: curl -X PATCH "
-            f'{ROUTER}workers/{name} -d \'{{"url": "http://HOST:PORT"}}\'; if it is gone: curl -X DELETE {ROUTER}workers/{name}',
+            f"start the engine; test it from the router's machine: curl -i {url}{engine.health_path}; if it moved: "
+            f"{_change(worker.registration)}; if it is gone: {_removal(worker.registration)}",
         )
     if worker.unserved:
         model = argument(worker.registration.worker.model)
@@ -109,3 +113,18 @@ def _of_worker(worker: WorkerFacts) -> Iterator[Finding]:
         )
     if worker.disk:
         yield found("KV106", worker.name, worker.disk)
+
+
+def _change(registration: Registration) -> str:
+    """Return how to give a worker another address. The router refuses to change what a source keeps."""
+    if registration.source != REGISTER:
+        return f"change its url in {PLACES.get(registration.source, registration.source)}"
+    name = argument(registration.worker.worker_id)
+    return f'curl -X PATCH {ROUTER}workers/{name} -d \'{{"url": "http://HOST:PORT"}}\''
+
+
+def _removal(registration: Registration) -> str:
+    """Return how to remove a worker. One that a source keeps would come back at once."""
+    if registration.source != REGISTER:
+        return f"take it out of {PLACES.get(registration.source, registration.source)}"
+    return f"curl -X DELETE {ROUTER}workers/{argument(registration.worker.worker_id)}"

@@ -106,7 +106,8 @@ EXPLANATIONS: dict[str, Explanation] = {
         "The engine's `/health` or `/metrics` does not answer this router, or answers with an error. The engine "
         "gets no requests, and its event ports are not judged meanwhile.",
         "Start the engine, or open the way to it from the router's machine (test: `curl -i URL/health`). If it "
-        "moved, change its `url` with `PATCH /workers/ID`; if it is gone, send `DELETE /workers/ID`.",
+        "moved or is gone, change it in its source (`--worker`, a file, Kubernetes). If a client registered it, change "
+        "its `url` with `PATCH /workers/ID`, or remove it with `kvrouter remove ID`.",
     ),
     "KV102": Explanation(
         "The engine's `/v1/models` lists other names than the worker is registered for, so requests get 404 there.",
