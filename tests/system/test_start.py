@@ -150,7 +150,7 @@ def test_a_url_alone_is_registered_as_its_engine_describes_itself(
         away = f"http://127.0.0.1:{free_port()}"
         with pytest.raises(RouterError, match=r"502.*engine_not_asked|502.*cannot be reached") as caught:
             router.request("POST", "/register", {"worker_id": "w2", "url": away})
-        assert "start the engine, or write its model" in str(caught.value)
+        assert "start the engine, or write model=NAME for this worker" in str(caught.value)
         assert "w2" not in rows(router)
         answer = router.request("POST", "/register", {"worker_id": "w3", "url": away, "model": MODEL})
         assert "where its KV events are is not known" in answer["note"]

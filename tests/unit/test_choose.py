@@ -484,6 +484,7 @@ def test_a_beginning_that_is_just_computed_is_copied_too() -> None:
 def test_the_reason_without_any_hit_and_for_a_guess() -> None:
     assert chosen(hit("a", 0)).reason == "no worker holds a reusable prefix of the 200 tokens"
     assert "chosen at random among 2 equals" in chosen(hit("a", 96), hit("b", 96)).reason
+    assert "tokens are not known" in chosen(hit("a", 0), blind=True).reason
 
 
 def test_every_reason_of_a_loss_has_its_series() -> None:

@@ -62,6 +62,11 @@ def test_an_unknown_name_gets_an_error_with_the_known_ones() -> None:
         ModelNames({}).resolve("x")
 
 
+def test_an_alias_without_workers_is_named_with_its_model() -> None:
+    with pytest.raises(UnknownModel, match="'fast', an alias of 'gema'; registered models: base"):
+        names(worker("w0"), fast="gema").resolve("fast")
+
+
 def test_an_adapter_of_two_models_is_ambiguous() -> None:
     model_names = names(worker("w0", lora="style"), worker("w1", OTHER, lora="style"))
     with pytest.raises(UnknownModel) as caught:

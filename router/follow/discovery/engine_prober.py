@@ -25,6 +25,7 @@ from kvrouter.router.model.engines.known import ENGINES
 from kvrouter.router.model.workers.engine_answers import (
     GIVE_KEY,
     MODELS_PATH,
+    NO_KEY_FITS,
     REFUSALS,
     WRITE_THEM,
     EngineAnswers,
@@ -183,8 +184,8 @@ class EngineProber:
             except ProbeFailed as error:
                 failure = str(error)
                 if model is None:
-                    fix = _ways_out(error, "write its model")
-                    problems.append(_problem("its model is", error, "write its model"))
+                    fix = _ways_out(error, "write model=NAME for this worker")
+                    problems.append(_problem("its model is", error, "write model=NAME for this worker"))
         streams, silent, engine = before.streams, before.silent, before.engine
         if request.streams:
             try:
@@ -248,7 +249,7 @@ class EngineProber:
                 if answer.status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
                     raise NoSuchPath(f"{whole} answers {answer.status}", NOT_AN_ENGINE)
                 if answer.status in REFUSALS:
-                    raise ProbeFailed(f"{whole} answers {answer.status}: it wants an API key", GIVE_KEY)
+                    raise ProbeFailed(f"{whole} answers {answer.status}: {NO_KEY_FITS}", GIVE_KEY)
                 if answer.status != HTTPStatus.OK:
                     raise ProbeFailed(f"{whole} answers {answer.status}")
                 return await read_whole(answer, MAX_ANSWER_BYTES)

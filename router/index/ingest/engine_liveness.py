@@ -113,9 +113,7 @@ class EngineLiveness:
             if before == sign.start_s:
                 signs.append(EngineSame(requested_s, sign.start_s))
             elif before is not None:
-                signs.append(
-                    EngineRestarted(f"its start is {sign.start_s:.2f}, that of the process before {before:.2f}")
-                )
+                signs.append(EngineRestarted(f"its process started {sign.start_s - before:.1f} s after the one before"))
         return signs
 
     def _missed(self, sign: NoPulse) -> list[VitalSign]:

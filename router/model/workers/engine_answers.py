@@ -20,8 +20,10 @@ WRITE_THEM = "write events=tcp://HOST:PORT (and replay=) for this worker"
 # Statuses with which an engine, or a proxy before it, answers without the right key.
 REFUSALS = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
 # The fix for an engine that answers 401 or 403.
-GIVE_KEY = "start the router with --worker-api-key KEY, the one of the engine's --api-key"
-KEY_WANTED = f"it wants an API key: {GIVE_KEY}"
+GIVE_KEY = "give the router the key of the engine's --api-key, as --worker-api-key or in --worker-api-keys-file"
+# It is not known here whether the router sends no key or a wrong one.
+NO_KEY_FITS = "it wants an API key, and the router has none for it, or another one"
+KEY_WANTED = f"{NO_KEY_FITS}: {GIVE_KEY}"
 
 # The largest deployments have hundreds of ranks, each of which becomes a worker.
 MAX_RANKS = 1_024

@@ -74,7 +74,7 @@ class ModelNames:
         if isinstance(served, ServedModel):
             return served
         if served is None:
-            raise unknown_model(name, self.names())
+            raise unknown_model(name, self.names(), self.aliases.get(name))
         raise UnknownModel(
             f"{name!r} is an adapter of several models ({', '.join(map(printable, served.models))}); "
             "give it another name in one of them",
@@ -86,10 +86,17 @@ class ModelNames:
         return sorted(self._served)
 
 
-def unknown_model(name: str, names: Sequence[str]) -> UnknownModel:
-    """Return the error for a model that no worker serves. `names` are those that a request may use."""
+def unknown_model(name: str, names: Sequence[str], target: str | None = None) -> UnknownModel:
+    """Return the error for a model that no worker serves.
+
+    Args:
+        name: The name in the request.
+        names: The names that a request may use.
+        target: The model or adapter that `name` is an alias of, or None if it is no alias.
+    """
     listed = ", ".join(map(printable, names[:MAX_LISTED])) or "none yet"
-    return UnknownModel(f"no worker is registered for model {name!r}; registered models: {listed}")
+    meaning = "" if target is None else f", an alias of {target!r}"
+    return UnknownModel(f"no worker is registered for model {name!r}{meaning}; registered models: {listed}")
 
 
 def unserved_problem(registered: str, served: Sequence[str], adapters: Collection[str]) -> str:

@@ -101,7 +101,7 @@ FIXES = {
     "KV106": "check the disk of the folder that the engine's log names (smartctl, dmesg), then restart the engine",
     "KV108": "kvrouter serve --max-workers N, with more than now, or register fewer; if its registration cannot be read,"
     " register it again",
-    "KV109": "kvrouter serve --worker-api-key KEY, or its key in --worker-api-keys-file (all routers)",
+    "KV109": "kvrouter serve --worker-api-key KEY, or correct its key in --worker-api-keys-file (all routers)",
     "KV302": "send it one prompt of plain text that it does not have yet; if that changes nothing, state none_hash_seed "
     "and hash_algo, or install the engine patch",
     "KV303": 'register the worker with its catalog: {"catalog": {"groups": [{"kind": ..., "block_size": ...}]}} '

@@ -183,7 +183,9 @@ def _reason(
     """Return the sentence that explains a choice to people."""
     hit, num_tokens = hits[chosen], context.num_tokens
     tokens = hit.tokens
-    if tokens == 0:
+    if context.blind:
+        text = "no reuse can be predicted, because the prompt's tokens are not known"
+    elif tokens == 0:
         text = f"no worker holds a reusable prefix of the {num_tokens} tokens"
         if hits[best].tokens:
             text = f"computes all {num_tokens} tokens"

@@ -181,7 +181,9 @@ class VerifiedEngines:
             failed = [judged for (judged_model, _), judged in self._judged.items() if judged_model == model]
             if not failed:
                 return TokensUnknown(
-                    "no_engine", "no worker of the model has a url, so no engine can tokenize; register one with a url"
+                    "no_engine",
+                    "no worker of the model that has a url is up, so no engine can tokenize; start an engine, or register "
+                    "workers with their url",
                 )
             # An engine that refused a verification has not refused this request.
             reason = failed[0].reason if failed[0].reason == "unauthorized" else "unreachable"
