@@ -11,6 +11,8 @@ from typing import Any, Self
 
 import pytest
 
+from kvrouter.contract.choices import CostTerms
+
 WORKER: dict[str, Any] = {
     "worker_id": "w0",
     "dp_rank": 1,
@@ -57,6 +59,7 @@ SELECTED: dict[str, Any] = {
             "overlap": {"longest_matched": disk, "gpu": 1, "cpu": 2, "disk": disk},
             "load": 0,
             "cost": 3 - disk,
+            "parts": dict.fromkeys(CostTerms.__struct_fields__, 0) | {"prefill": 3 - disk},
             "state": "live",
             "limited_by": {"group_idx": 1, "kind": "mamba", "why": "no state"},
         }

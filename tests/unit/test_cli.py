@@ -124,6 +124,18 @@ def test_explain_folds_reasons_at_the_terminals_width_and_only_there() -> None:
     assert " ".join(line.strip() for line in folded[2:4]) == whole.strip()
 
 
+def test_explain_shows_the_terms_of_a_cost_that_the_columns_do_not_show() -> None:
+    first, second = SELECTED["candidates"]
+    parts = first["parts"] | {"prefill": 13, "queued": 4, "room": 10, "session": 3}
+    rows = candidates_text(SELECTED | {"candidates": [first | {"parts": parts}, second]}, 3, 80).plain.splitlines()
+    assert [row.strip() for row in rows if "cost" in row] == ["cost: prefill 13, queued 4, room 10, session -3"]
+
+
+def test_explain_has_no_line_for_a_hit_that_nothing_limits() -> None:
+    answer = SELECTED | {"candidates": [candidate | {"limited_by": None} for candidate in SELECTED["candidates"]]}
+    assert len(candidates_text(answer, 3, 80).plain.splitlines()) == 3
+
+
 def test_explain_as_json_and_from_a_file(stub: StubRouter, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     stub.answers["/select"] = (200, json.dumps(SELECTED).encode())
     (tmp_path / "t").write_text("7 8")

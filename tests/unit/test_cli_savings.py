@@ -49,6 +49,7 @@ def test_a_row_for_each_day_and_model_their_totals_and_what_they_mean(
 
 def test_without_a_measured_speed_no_seconds_are_claimed(stub: StubRouter, capsys: pytest.CaptureFixture[str]) -> None:
     out = " ".join(shown(stub, capsys, DAY | {"saved_s": 0.0}, since="1d").split())
+    assert "25% - total" in out
     assert "Today" in out and "no worker's speed is measured yet" in out
 
 

@@ -80,14 +80,16 @@ def savings_table(rows: list[dict[str, Any]], totals: dict[str, Any]) -> Table:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    from kvrouter.router.app.cli.tables import short_number
+    from kvrouter.router.app.cli.tables import UNKNOWN, short_number
 
     prompt_tokens = row["prompt_tokens"]
+    # Without a measured speed, no time is known for the tokens that were not computed.
+    is_timed = row["saved_s"] or not row["reused_tokens"]
     return [
         short_number(row["requests"]),
         short_number(prompt_tokens),
         *(f"{short_number(row[name])} {_share(row[name], prompt_tokens):>4}" for name in COUNTS[2:]),
-        f"{row['saved_s']:,.1f}",
+        f"{row['saved_s']:,.1f}" if is_timed else UNKNOWN,
     ]
 
 

@@ -26,6 +26,11 @@ HUNDRED = 100
 # The columns of candidates that contain text. All other columns contain numbers and are aligned to the right.
 LEFT_COLUMNS = ("", "WORKER", "STATE")
 COLUMN_GAP = "  "
+# The terms of a cost, in the order in which they are shown, and those that are subtracted.
+COST_TERMS = ("prefill", "queued", "decode", "delay", "room", "copy", "junction", "session")
+SUBTRACTED_TERMS = ("copy", "junction", "session")
+# The columns before COST show these terms.
+COLUMN_TERMS = ("prefill", "queued", "decode")
 # A reason is printed below its row with this indent.
 REASON_INDENT = 4
 # Text is not folded more narrowly than this, because lines would then consist of single words.
@@ -76,7 +81,8 @@ def outcome_line(answer: dict[str, Any]) -> str:
 def candidates_text(answer: dict[str, Any], num_tokens: int, width: int) -> Text:
     """Return the candidates in an explained choice as a table, with the chosen one marked; counts are in tokens.
 
-    The reason that limits a candidate's hit is below its row, folded at `width`.
+    The reason that limits a candidate's hit is below its row, folded at `width`, and then the terms of its cost, if there
+    are others than the columns show.
     """
     rows = [("", "WORKER", *[tier.heading for tier in TIERS], "UNCACHED", "LOAD", "COST", "STATE")]
     chosen = (answer["worker_id"], answer["dp_rank"])
@@ -101,15 +107,19 @@ def candidates_text(answer: dict[str, Any], num_tokens: int, width: int) -> Text
     indent = " " * REASON_INDENT
     text = Text(lines[0], "bold")
     for line, candidate in zip(lines[1:], answer["candidates"], strict=True):
-        reason = textwrap.wrap(
-            plain(_limit(candidate) or None),
-            max(width, MIN_READING_WIDTH),
-            initial_indent=indent,
-            subsequent_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        text.append("\n".join(["", line, *reason]), "not bold")
+        reasons = [
+            reason_line
+            for reason in filter(None, (_limit(candidate), _terms(candidate["parts"])))
+            for reason_line in textwrap.wrap(
+                plain(reason),
+                max(width, MIN_READING_WIDTH),
+                initial_indent=indent,
+                subsequent_indent=indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        ]
+        text.append("\n".join(["", line, *reasons]), "not bold")
     return text
 
 
@@ -134,3 +144,11 @@ def _limit(candidate: dict[str, Any]) -> str:
         return reason
     group = "" if limit["group_idx"] is None else f"group {limit['group_idx']} "
     return f"{group}({limit['kind']}): {limit['why']}" + (f"; {reason}" if reason else "")
+
+
+def _terms(parts: dict[str, int]) -> str:
+    """Return how a cost is made of its terms, or "" if the columns show them all."""
+    terms = [(name, parts[name]) for name in COST_TERMS if parts[name]]
+    if all(name in COLUMN_TERMS for name, _ in terms):
+        return ""
+    return "cost: " + ", ".join(f"{name} {-tokens if name in SUBTRACTED_TERMS else tokens}" for name, tokens in terms)
