@@ -149,6 +149,7 @@ async def test_an_engine_without_token_endpoints_is_reported() -> None:
     async with case(engines=0) as stage:
         prompt = await stage.chat()
         assert (prompt.source, prompt.reason) == ("none", "no_engine")
+        assert "has a url is up" in prompt.problem
     async with case(engines=0, local=Here()) as stage:
         assert (await stage.chat()).source == "local"
         assert "not verified against any engine" in stage.tokenizing.health()[0]
