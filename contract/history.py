@@ -8,6 +8,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+# The number of days for which savings are kept, today included.
+MAX_DAYS = 35
 # The description of each sum, which holds for one step and for the whole range.
 REQUESTS = "requests that ended: proxied ones, and choices whose end a client reported"
 FAILED = "those of them that failed: a status of 500 or more, or an answer that broke off; not clients that hung up"

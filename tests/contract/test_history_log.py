@@ -26,7 +26,7 @@ from kvrouter.router.base.redis_client.servers import Servers
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.index.store import keys
 from kvrouter.router.observe.history import history_keeper
-from kvrouter.router.observe.history.history import FINE_STEP_S, MINUTE_S, RANGE_S
+from kvrouter.router.observe.history.history import FINE_STEP_S, MINUTE_S, RANGE_S, SETTLE_S
 from kvrouter.router.observe.history.history_entry import MAX_MODELS, OTHER, HistoryEntry, ModelStep
 from kvrouter.router.observe.history.history_keeper import HistoryKeeper
 from kvrouter.router.observe.history.history_log import ENTRIES_PER_READ, HistoryLog
@@ -36,6 +36,7 @@ from kvrouter.router.observe.history.shadow_cache import WorkerCache
 from kvrouter.router.observe.history.unwritten import Unwritten
 from kvrouter.router.route.load.traffic_sums import TrafficSums
 
+LOST = "kvrouter_history_entries_lost_total"
 BEGAN_S = 1_800_000_000
 DAY = "2027-01-15"
 # All sums of a day, by column.
@@ -319,3 +320,95 @@ async def test_a_stop_follows_all_prompts_and_other_tasks_go_on(
         rows = await one.log.savings(last_days(time.time(), 2))
         assert sum(row.reused_tokens for row in rows) == 2 * prompts
         assert sum(row.round_robin_tokens for row in rows) == 2 * prompts
+
+
+class VirtualProcess:
+    """A process of a router whose clock a test sets, with the counters that it would show on /metrics."""
+
+    def __init__(self, servers: Servers, name: str, clock: VirtualClock) -> None:
+        self.traffic = TrafficSums()
+        self.registry = MetricRegistry()
+        self.counters: Counter[str] = Counter()
+        self.keeper = HistoryKeeper(
+            self.traffic,
+            writer=name,
+            clock=clock,
+            wall_clock=clock,
+            metrics=HistoryMetrics(self.registry),
+            servers=servers,
+        )
+        assert self.keeper._log is not None
+        self.log = self.keeper._log
+
+    def count(self, rng: random.Random, model: str) -> None:
+        """Count some requests, in the counters and in the sums of the history."""
+        sums = self.traffic.of(model)
+        for name in ("requests", "failed", "prompt_tokens", "delivered_tokens", "predicted_tokens"):
+            number = rng.randrange(1_000)
+            setattr(sums, name, getattr(sums, name) + number)
+            self.counters[name] += number
+
+    def lost(self) -> float:
+        reasons = ("damaged", "time", "unwritten")
+        return sum(self.registry.get_sample_value(LOST, {"reason": reason}) or 0.0 for reason in reasons)
+
+
+class VirtualClock:
+    """The time of day and the monotonic time of a test."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+async def test_each_range_equals_the_difference_of_all_counters_for_25_hours(embedded_url: str) -> None:
+    client = redis.Redis.from_url(embedded_url)
+    client.flushall()
+    rng, clock = random.Random(5), VirtualClock()
+    # The end is the present time of Redis, because the ids of its entries have that time.
+    hours, end_s = 25, int(time.time()) // MINUTE_S * MINUTE_S
+    clock.now_s = began_s = end_s - hours * 3_600
+    # The counters of all processes at the end of each step of 5 s.
+    counted: dict[int, Counter[str]] = {began_s: Counter()}
+    servers = await Servers.open(embedded_url)
+    try:
+        one, two = (VirtualProcess(servers, name, clock) for name in ("a", "b"))
+        for start_s in range(began_s, end_s, FINE_STEP_S):
+            for process in (one, two):
+                # Hours without traffic, and models that come and go.
+                hour = (start_s - began_s) // 3_600
+                if hour % 5 and rng.random() < 0.4:
+                    process.count(rng, f"m{hour // 2 % 3}")
+            clock.now_s = start_s + FINE_STEP_S
+            for process in (one, two):
+                process.keeper.take(start_s)
+            counted[start_s + FINE_STEP_S] = one.counters + two.counters
+            # Some writes are late by up to twenty minutes, and some reads by more.
+            for process in (one, two):
+                if rng.random() < 1 / 240:
+                    await process.log.write(clock.now_s)
+                if rng.random() < 1 / 360:
+                    await process.log.read()
+        for process in (one, two):
+            await process.log.write(clock.now_s)
+            await process.log.trim(clock.now_s)
+        started_later = VirtualProcess(servers, "c", clock)
+        clock.now_s += SETTLE_S
+        for process in (one, two, started_later):
+            await process.log.read()
+            for range_s in (900, 3_600, 86_400):
+                totals = process.keeper.reply(range_s, None).totals
+                wanted = counted[end_s] - counted[end_s - range_s]
+                assert {name: getattr(totals, name) for name in wanted} == dict(wanted), range_s
+                assert wanted["requests"] > 0
+            assert process.lost() == 0
+        series = started_later.keeper.reply(86_400, None).series
+        steps = zip(range(end_s - 86_400, end_s, MINUTE_S), series.requests, strict=True)
+        assert all(
+            shown == counted[start_s + MINUTE_S]["requests"] - counted[start_s]["requests"] for start_s, shown in steps
+        )
+    finally:
+        await servers.close()
+        client.flushall()
+        client.close()

@@ -9,6 +9,7 @@ from urllib.parse import urlencode
 
 import typer
 
+from kvrouter.contract.history import MAX_DAYS
 from kvrouter.router.app.cli.api_client import Client
 from kvrouter.router.app.cli.options import AsJson, with_router
 from kvrouter.router.app.cli.output import console, print_json, shaped
@@ -18,8 +19,6 @@ from kvrouter.router.base.common.errors import SettingError
 if TYPE_CHECKING:
     from rich.table import Table
 
-# The number of days that Redis keeps.
-MAX_DAYS = 35
 _SINCE = re.compile(r"([1-9][0-9]?)d?")
 
 COUNTS = ("requests", "prompt_tokens", "reused_tokens", "round_robin_tokens")

@@ -84,6 +84,8 @@ class HistoryKeeper:
         self._taken_s = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._log: HistoryLog | None = None
+        if metrics is not None:
+            metrics.bytes.set_function(lambda: self._history.bytes)
         if servers is not None and metrics is not None:
             self._log = HistoryLog(servers, self._unwritten, self._take_entry, metrics, clock, self._hear_time)
 

@@ -20,3 +20,4 @@ class HistoryMetrics:
         self.lost = registry.counters(
             "history_entries_lost_total", "Parts of the history that are not shown, by why", reason=LOST_REASONS
         )
+        self.bytes = registry.gauge("history_bytes", "Memory of the history")

@@ -7,14 +7,12 @@ from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from typing import TypeAlias
 
-from kvrouter.contract.history import SavedDay
+from kvrouter.contract.history import MAX_DAYS, SavedDay
 from kvrouter.router.base.redis_client.errors import StoredValueError
 from kvrouter.router.index.store import keys
 from kvrouter.router.observe.history.history_entry import MAX_MODELS, OTHER, clamp, in_order
 from kvrouter.router.route.load.traffic_sums import ModelSums
 
-# The days that are kept, today included. The API takes no more (`serve/api/history.py`).
-MAX_DAYS = 35
 # A day's key is kept for one day longer than it is shown, because routers' clocks do not agree on when a day ends.
 KEPT_S = (MAX_DAYS + 1) * 86_400
 # The sums of a day, in the order in which they are stored. Seconds are in microseconds, so that Redis adds integers.

@@ -8,12 +8,9 @@ from typing import Annotated, Protocol
 
 from fastapi import APIRouter, Query, Request, Response
 
-from kvrouter.contract.history import HistoryReply, SavingsReply
+from kvrouter.contract.history import MAX_DAYS, HistoryReply, SavingsReply
 from kvrouter.router.serve.api.openapi import gives
 from kvrouter.router.serve.api.workers import respond
-
-# The number of days for which savings are kept.
-MAX_DAYS = 35
 
 
 class Range(StrEnum):
