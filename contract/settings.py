@@ -10,8 +10,18 @@ from msgspec import Meta
 
 
 class SettingsReply(msgspec.Struct, frozen=True):
-    """The settings with which the process was started."""
+    """The settings that are in force in the process."""
 
     settings: Annotated[
         dict[str, Any], Meta(description="the value of each setting by its name; secrets and passwords are `***`")
     ]
+    waiting: Annotated[
+        list[str], Meta(description="settings that have changed in the settings file and wait for a restart")
+    ] = []
+    reloaded_s: Annotated[
+        float | None,
+        Meta(
+            description="when the settings file was last read again, in seconds since 1970; null if it was not since the "
+            "start, or if there is none"
+        ),
+    ] = None

@@ -193,6 +193,21 @@ def test_a_key_with_a_salt_sends_nothing_to_engines_that_ignore_it(file: Path, p
             assert len(engine.asked) == (3 if is_taken else 1)
 
 
+@pytest.mark.parametrize("path", sorted(AUDIO))
+def test_a_key_with_a_salt_sends_no_audio(file: Path, path: str) -> None:
+    form = b'--b\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n'
+    body = form % (b"model", b"m") + form % (b"cache_salt", b"private") + b"--b--\r\n"
+    content_type = {"content-type": "multipart/form-data; boundary=b"}
+    with ScriptedEngine(plain(b"{}")) as engine, proxying(worker("w0", engine.url), api_keys_file=str(file)) as router:
+        for name in ("salted", "bound"):
+            status, _, answer = router.post(path, body, bearer(name) | content_type)
+            error = json.loads(answer)["error"]
+            assert (status, error["code"]) == (403, "salt_not_allowed")
+            assert f"ignore `cache_salt` at {path}" in error["message"] and "as `cache_salt`" not in error["message"]
+        assert engine.asked == []
+        assert router.post(path, body, bearer("old") | content_type)[0] == 200
+
+
 def test_a_keys_salt_keeps_the_other_values_of_a_body(file: Path) -> None:
     body = b'{"n":  1.50,"cache_salt": null,"model": "m", "prompt": [1,2,3], "cache_salt": ""}'
     with ScriptedEngine(plain(b"{}")) as engine, proxying(worker("w0", engine.url), api_keys_file=str(file)) as router:

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import re
 import stat
 import zipfile
@@ -14,7 +16,9 @@ from typing import Any
 
 import pytest
 
-from kvrouter.router.app.cli.bundle import MAX_LAST
+from kvrouter.router.app.cli.api_client import Client
+from kvrouter.router.app.cli.bundle import MAX_LAST, write_bundle
+from kvrouter.router.base.common.errors import SettingError
 from tests.support.exchange import run_cli
 from tests.support.fleet import until
 from tests.support.ports import free_port
@@ -117,8 +121,42 @@ def test_a_file_is_replaced_only_on_demand(router: RouterProcess, tmp_path: Path
     assert bundle(router, str(file), "--force").returncode == 0
     assert contents(file).keys() == NAMES
     assert list(tmp_path.iterdir()) == [file], "a temporary file is left"
-    done = bundle(router, str(tmp_path / "nowhere" / "report.zip"))
-    assert done.returncode == 2 and "a folder that exists" in done.stderr
+
+
+def test_a_file_that_cannot_be_written_is_refused_with_its_cause(router: RouterProcess, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place, remedy in (
+        ("nowhere/report.zip", "name a file in a folder that exists"),
+        ("file/report.zip", "name a file in a folder that exists"),
+        ("r" * 250 + ".zip", "a shorter name"),
+        ("/proc/report.zip", "name a file in a folder that"),
+        (".", "name a file in it"),
+    ):
+        done = bundle(router, str(tmp_path / place), "--force")
+        assert done.returncode == 2 and remedy in done.stderr, (place, done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.EACCES, "that you may write to"),
+        (errno.EROFS, "that you may write to"),
+        (errno.ENOSPC, "free some space"),
+        (errno.EIO, "name another file"),
+    ],
+)
+def test_each_cause_has_its_remedy(
+    number: int, remedy: str, router: RouterProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    # A test that runs as root may write anywhere, and no disk of its own is full.
+    monkeypatch.setattr("tempfile.mkstemp", fail)
+    client = Client(f"http://127.0.0.1:{router.port}", API_KEY)
+    with pytest.raises(SettingError) as caught:
+        write_bundle(client, tmp_path / "report.zip", force=False, progress=lambda name: None)
+    assert os.strerror(number) in caught.value.message and remedy in caught.value.message
 
 
 def test_a_key_without_the_scope_gets_the_refusal_in_place_of_the_answer(router: RouterProcess, tmp_path: Path) -> None:

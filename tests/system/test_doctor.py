@@ -216,9 +216,10 @@ def test_kv111_names_a_worker_that_drains(clinic: Clinic, replicas: list[dict[st
 
 
 def test_kv112_names_a_worker_that_refuses_more_than_its_peers(clinic: Clinic) -> None:
-    def ask(worker_id: str) -> None:
+    def ask(worker_id: str, number: int) -> None:
         body = {"model": "limits", "prompt": [1, 2, 3], "max_tokens": 1}
-        clinic.router.request("POST", "/v1/completions", body, {"x-kvrouter-worker": worker_id})
+        headers = {"x-kvrouter-worker": worker_id, "x-session-id": f"chat-{number % 3}"}
+        clinic.router.request("POST", "/v1/completions", body, headers)
 
     refusal = plain(b'{"error": {"message": "the prompt is too long"}}', "400 Bad Request")
     with ScriptedEngine(refusal) as short, ScriptedEngine(Answers(0)) as usual:
@@ -227,12 +228,19 @@ def test_kv112_names_a_worker_that_refuses_more_than_its_peers(clinic: Clinic) -
             for number in range(REFUSED_MIN):
                 if number == REFUSED_MIN - 1:
                     assert "KV112" not in clinic.codes()
-                ask("usual")
+                ask("usual", number)
                 with pytest.raises(RouterError, match="400"):
-                    ask("short")
+                    ask("short", number)
             finding = clinic.find("KV112", subject)
+            assert finding.severity is Severity.WARNING
             assert f"it refused {REFUSED_MIN} of its last {REFUSED_MIN} requests (mostly with 400)" in finding.evidence
             assert [other.code for other in clinic.report().findings if other.subject == subject] == ["KV201", "KV112"]
+            # From here on, all refusals are of one client.
+            for _ in range(2 * REFUSED_MIN):
+                with pytest.raises(RouterError, match="400"):
+                    ask("short", 0)
+            finding = clinic.find("KV112", subject)
+            assert finding.severity is Severity.NOTE and "from one client" in finding.evidence
 
 
 def test_kv206_names_another_program_at_an_endpoint(clinic: Clinic, http: EngineHttp, engine: FakeEngine) -> None:

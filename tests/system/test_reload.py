@@ -13,6 +13,7 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +23,7 @@ from typing import Any
 import pytest
 
 from kvrouter.replay.traces.formats import read_trace
+from kvrouter.router.model.config.settings import Config
 from tests.support.clinic import Clinic
 from tests.support.exchange import exchange, port_of
 from tests.support.fleet import until
@@ -52,6 +54,18 @@ def holds(check: Callable[[], bool], times: int = 12) -> bool:
     return all(check() for _ in range(times))
 
 
+def shows_second(router: RouterProcess, began_s: float) -> bool:
+    """Return whether any of the processes shows the second file, of which a part waits for a restart."""
+    answer = exchange(router.port, "GET", "/settings").json()
+    settings = answer["settings"]
+    return (
+        (settings["model_aliases"], settings["queue_size"]) == (["second=sim"], 3)
+        and settings["decisions_kept"] == Config().decisions_kept
+        and answer["waiting"] == ["decisions_kept"]
+        and began_s <= answer["reloaded_s"] <= time.time()
+    )
+
+
 @pytest.fixture
 def replica(tmp_path: Path) -> Iterator[ReplicaProcess]:
     with ReplicaProcess(tmp_path / "replica", ["--instant", "--model", MODEL]) as process:
@@ -66,10 +80,13 @@ def test_all_processes_apply_what_can_change_and_name_the_rest(tmp_path: Path, r
         log = tmp_path / "router" / "router.log"
         until(lambda: "listens on" in log.read_text(), "both processes have started")
         assert holds(lambda: status_of(router, "first") == 200)
+        began_s = time.time()
+        assert router.request("GET", "/settings")["reloaded_s"] is None
         written(file, "model_aliases: [second=sim]\nqueue_size: 3\ndecisions_kept: 3\n" + workers)
         until(lambda: holds(lambda: status_of(router, "second") == 200), "the new alias")
         assert holds(lambda: status_of(router, "first") == 404)
         clinic = Clinic(router)
+        assert holds(lambda: shows_second(router, began_s))
         assert "decisions_kept" in clinic.find("KV012", "router").evidence
         health = router.request("GET", "/health")
         assert health["status"] == "ok" and "decisions_kept" in str(health["warnings"])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import time
@@ -214,6 +215,24 @@ def test_a_group_of_files_is_reloaded_when_one_has_changed_and_settled(tmp_path:
         watch.due()
     first.write_text("1")
     assert not watch.due() and watch.due()
+
+
+def test_no_part_of_a_file_replaces_the_keys_but_whole_entries(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    text = "keys:\n" + "".join(f"- {{name: {name}, scopes: [ask], key: {KEY}-{name}}}\n" for name in ("a", "b"))
+    file.write_text(text)
+    guard = access(api_keys_file=str(file))
+    listed = guard._listed
+    assert listed is not None
+    for end in range(len(text)):
+        file.write_text(text[:end])
+        asyncio.run(listed.read_again())
+        assert guard.keys is not None and guard.keys.holder(f"Bearer {KEY}-a") is not None, text[:end]
+        assert set(guard.keys.names) <= {"a", "b"} and all(len(key.digest) == 32 for key in listed.value)
+    for nothing in ("", "keys: []\n", "keys:\n"):
+        file.write_text(nothing)
+        asyncio.run(listed.read_again())
+        assert guard.keys is not None and guard.keys.names and "lists no keys" in listed.problem
 
 
 def test_a_file_that_is_wanted_at_once_is_not_read_half_written(tmp_path: Path) -> None:

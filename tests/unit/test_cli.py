@@ -18,7 +18,7 @@ from kvrouter.router.app.cli.commands import app, run
 from kvrouter.router.app.cli.tables import candidates_text
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.version import VERSION
-from kvrouter.router.model.config.loading import load_config
+from kvrouter.router.model.config.loading import listed_settings, load_config
 from kvrouter.router.model.config.settings import FIELDS, Config, flag_of, metavar_of
 from kvrouter.router.model.workers.listed_worker import listed_worker
 from tests.support.stub_router import SELECTED, StubRouter, unset_client_variables
@@ -275,7 +275,8 @@ def test_the_example_of_a_settings_file_is_valid_line_by_line(
 ) -> None:
     assert run(["config", "example"]) == 0
     example = capsys.readouterr().out
-    config = load_config(tmp_path / "k.yaml", {}, {}, example)
+    file = tmp_path / "k.yaml"
+    config = load_config(file, {}, {}, listed_settings(file, example))
     assert [listed_worker(entry).registration.worker.worker_id for entry in config.workers] == [
         "10.0.0.1:8000",
         "w1",
@@ -287,7 +288,7 @@ def test_the_example_of_a_settings_file_is_valid_line_by_line(
     assert len(remarks) > 8
     for line in remarks:
         setting = line.removeprefix("# ")
-        assert getattr(load_config(tmp_path / "k.yaml", {}, {}, setting), setting.partition(":")[0])
+        assert getattr(load_config(file, {}, {}, listed_settings(file, setting)), setting.partition(":")[0])
 
 
 def test_help_shows_every_setting(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.common.redaction import redacted_text
 from kvrouter.router.base.telemetry.log_format import Formatter
 from kvrouter.router.model.config.cautions import open_to_pages
-from kvrouter.router.model.config.loading import load_config
+from kvrouter.router.model.config.loading import listed_settings, load_config
 from kvrouter.router.model.config.settings import FIELDS, Config, describe, flag_of, without_password
 from kvrouter.router.model.engines.vllm.description import VLLM
 from kvrouter.router.model.workers.listed_worker import ListedWorker, listed_worker
@@ -331,8 +331,9 @@ def test_a_password_in_a_workers_address_is_not_shown(entry: Any) -> None:
     ],
 )
 def test_a_wrong_setting_shows_neither_passwords_nor_seeds(text: str, place: str) -> None:
+    file = Path("f.yaml")
     with pytest.raises(SettingError) as caught:
-        load_config(Path("f.yaml"), {}, {}, text)
+        load_config(file, {}, {}, listed_settings(file, text))
     assert place in caught.value.message and "HUSH" not in caught.value.message
 
 

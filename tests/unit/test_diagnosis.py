@@ -45,6 +45,7 @@ from kvrouter.router.observe.findings.finding import CODES, PAGE
 from kvrouter.router.observe.quality.prediction_judge import Doubt, DoubtKind
 from kvrouter.router.route.load.prompt_lengths import PromptLengths
 from kvrouter.router.route.tokens.unknown_prompts import MissingTokens
+from kvrouter.router.serve.proxy.refused_requests import Difference
 
 ROOT = Path(__file__).resolve().parents[2]
 EVENTS, REPLAY, URL = "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558", "http://10.0.0.1:8000"
@@ -149,7 +150,7 @@ FAULTS: dict[str, Snapshot] = {
     "KV109": snapshot(worker(refused_key="its /v1/models answers 401")),
     "KV110": snapshot(worker(), worker("w1", {"url": URL + "/"})),
     "KV111": snapshot(worker(given={"draining": True}, drains_s=61.0)),
-    "KV112": snapshot(worker(refuses="it refused 40 of its last 128 requests")),
+    "KV112": snapshot(worker(refuses=Difference("it refused 40 of its last 128 requests", is_spread=True))),
     "KV201": snapshot(worker(given={"events": None, "replay": None}, is_silent=True, is_heard=False)),
     "KV202": snapshot(
         worker(is_heard=False, blocks=0, catalog=NOTHING_KNOWN, prompts=PromptCount(5, 0, UNHEARD_PROMPTS))

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kvrouter.router.base.common.yaml_text import read_yaml
+from kvrouter.router.model.config import loading
 from kvrouter.router.model.config.live_settings import LiveSettings
 from kvrouter.router.model.config.loading import Origin, load_config
 from kvrouter.router.model.config.reloaded import ReloadedFiles
@@ -67,6 +69,33 @@ def test_flags_and_environment_still_win(file: Path) -> None:
     config = watched.live.config
     assert (config.queue_size, config.model_aliases, config.queue_deadline_s) == (9, ("mine=m",), 2.0)
     assert watched.live.cautions() == []
+
+
+def test_the_settings_in_force_have_the_workers_of_the_file(file: Path) -> None:
+    watched = Watched(file)
+    assert watched.live.in_force == watched.live.config
+    file.write_text("queue_size: 6\nport: 1\nworkers: [w0=http://127.0.0.1:1]\n")
+    watched.look()
+    in_force = watched.live.in_force
+    assert (in_force.queue_size, in_force.port, in_force.workers) == (6, Config().port, ("w0=http://127.0.0.1:1",))
+    file.write_text("workers: [x]\n")
+    watched.look()
+    assert watched.live.in_force == in_force, "a wrong file changes nothing"
+
+
+@pytest.mark.parametrize("text", ["workers:\n", "workers: []\n", "workers: [w0=http://127.0.0.1:1]\n", "port: 1\n"])
+def test_a_file_is_parsed_once(file: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched, parsed = Watched(file), []
+
+    def counted(text: str, *args: object) -> object:
+        parsed.append(text)
+        return read_yaml(text, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loading, "read_yaml", counted)
+    file.write_text(text)
+    watched.look()
+    assert watched.live.file is not None and parsed == [text]
+    assert watched.live.file.value.lists_workers is text.startswith("workers:"), "an empty list is a list"
 
 
 @pytest.mark.parametrize("content", ["queue_size: many\n", "queue_sise: 6\n", "queue_size: [", "", "workers: [x]\n"])

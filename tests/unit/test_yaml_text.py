@@ -10,12 +10,12 @@ import pytest
 
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.follow.discovery.files.workers_file import parse_workers
-from kvrouter.router.model.config.loading import load_config
+from kvrouter.router.model.config.loading import listed_settings, load_config
 from kvrouter.router.model.workers.engine_key import parse_engine_keys
 from kvrouter.router.serve.access.api_keys import parse_keys
 
 READERS: dict[str, Callable[[str], object]] = {
-    "settings": lambda text: load_config(Path("f.yaml"), {}, {}, text),
+    "settings": lambda text: load_config(None, {}, {}, listed_settings(Path("f.yaml"), text)),
     "API keys": lambda text: parse_keys(text, "f.yaml"),
     "keys of engines": lambda text: parse_engine_keys(text, "f.yaml"),
     "workers": lambda text: parse_workers(text, "f.yaml", "file"),

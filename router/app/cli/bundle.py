@@ -6,6 +6,7 @@ It contains answers of the router's API, and neither prompts nor secrets.
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import sys
@@ -38,6 +39,24 @@ JSON_PATHS = {
 # candidates takes some kB per worker.
 MAX_LISTED, MAX_LAST, MAX_WRONG = 1_000, 50, 50
 
+# What to do if the archive cannot be written, by the number of the error.
+NO_FOLDER, NO_RIGHT, NO_ROOM = (
+    "name a file in a folder that exists",
+    "name a file in a folder that you may write to",
+    "free some space, or name a file on another disk",
+)
+REMEDIES = {
+    errno.ENOENT: NO_FOLDER,
+    errno.ENOTDIR: NO_FOLDER,
+    errno.EACCES: NO_RIGHT,
+    errno.EPERM: NO_RIGHT,
+    errno.EROFS: NO_RIGHT,
+    errno.ENOSPC: NO_ROOM,
+    errno.EDQUOT: NO_ROOM,
+    errno.EISDIR: "name a file in it",
+    errno.ENAMETOOLONG: "name a file with a shorter name",
+}
+
 README = """\
 A report of kvrouter about a router and its fleet, made by `kvrouter doctor --bundle`.
 
@@ -68,7 +87,7 @@ def write_bundle(client: Client, file: Path, *, force: bool, progress: Callable[
         force: Whether an existing file is replaced.
         progress: Called with each name before its content is collected.
     """
-    if file.exists() and not force:
+    if os.path.lexists(file) and not force:
         raise SettingError(f"--bundle {file}: it exists; name another file, or pass --force to replace it")
     # Stop here if the router does not answer: the archive would be empty, and the ClientError says what to do.
     client.call("GET", "/version")
@@ -76,7 +95,8 @@ def write_bundle(client: Client, file: Path, *, force: bool, progress: Callable[
     try:
         _write(file, members)
     except OSError as error:
-        raise SettingError(f"--bundle {file}: {error.strerror or error}; name a file in a folder that exists") from None
+        remedy = REMEDIES.get(error.errno or 0, "name another file")
+        raise SettingError(f"--bundle {file}: {error.strerror or error}; {remedy}") from None
     return members
 
 

@@ -37,7 +37,6 @@ from kvrouter.router.follow.discovery.discovery import Discovery
 from kvrouter.router.follow.streams.worker_stream import WorkerStream
 from kvrouter.router.index.store.server_settings import ServerSettings, server_settings
 from kvrouter.router.model.config.cautions import open_to_all
-from kvrouter.router.model.config.settings import Config
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.provenance import own_streams
 from kvrouter.router.observe.findings.finding import CODES
@@ -47,6 +46,7 @@ from kvrouter.router.route.placement.placer import Placer
 from kvrouter.router.route.tokens.tokenizer import TextTokenizer
 from kvrouter.router.serve.access.access import Access
 from kvrouter.router.serve.proxy.admission import Admission
+from kvrouter.router.serve.proxy.refused_requests import Difference
 
 # The facts of a worker take some 30 us, during which nothing else is answered.
 WORKERS_A_TURN = 64
@@ -72,7 +72,6 @@ class Diagnosis:
         tokens: TextTokenizer,
         sources: Discovery,
         servers: Servers,
-        config: Config,
         http: aiohttp.ClientSession,
         wall_clock: Callable[[], float],
         access: Access,
@@ -85,10 +84,15 @@ class Diagnosis:
         self._tokens = tokens
         self._sources = sources
         self._servers = servers
-        self._config = config
         self._http = http
         self._wall_clock = wall_clock
-        self._allowed = AllowList(config.allow_hosts)
+        self._settings = access.settings
+        self._allowed = AllowList(self._settings.config.allow_hosts)
+        # When the settings file was last read again, and what it held then.
+        self._reloaded_s: float | None = None
+        if self._settings.file is not None:
+            self._file_settings = self._settings.file.value
+            self._settings.file.subscribe(self._file_changed)
         self._looking = asyncio.Lock()
         # The last report, and the time on the core's clock at which its facts had been collected.
         self._last: tuple[DiagnosisReport, float] | None = None
@@ -125,7 +129,14 @@ class Diagnosis:
 
     def settings(self) -> SettingsReply:
         """Return the settings of this process, without secrets."""
-        return SettingsReply(self._config.shown())
+        settings = self._settings
+        return SettingsReply(settings.in_force.shown(), settings.waiting, self._reloaded_s)
+
+    def _file_changed(self) -> None:
+        """Note the time if the settings file was read again; its problem may have changed alone."""
+        assert self._settings.file is not None
+        if self._settings.file.value is not self._file_settings:
+            self._file_settings, self._reloaded_s = self._settings.file.value, self._wall_clock()
 
     async def store(self) -> StoreReply:
         """Return the store, its routers, and which router follows which worker."""
@@ -137,7 +148,7 @@ class Diagnosis:
             token=core.peers.token,
             servers=servers,
             problem=core.contact.problem or "",
-            is_private=self._config.redis is None,
+            is_private=self._settings.config.redis is None,
         )
 
     async def _look(self) -> Snapshot:
@@ -164,7 +175,7 @@ class Diagnosis:
                 unreadable=tuple(core.registry.problems),
                 schemas=(*core.adoption.problems, *core.adoption.cautions),
                 servers=servers,
-                is_private=self._config.redis is None,
+                is_private=self._settings.config.redis is None,
                 lost=core.registration_mark.problem,
             ),
             routers={token: RouterStatement(beat.software, beat.settings) for token, beat in beats.items()}
@@ -172,10 +183,10 @@ class Diagnosis:
             load_problems=self._placer.health(),
             source_problems=self._sources.down(),
             task_problems=core.task_problems(),
-            is_open=open_to_all(self._config),
+            is_open=open_to_all(self._settings.config),
             uncompiled=compiled.caution(),
-            unused_files=self._access.settings.files.problems,
-            unapplied=self._access.settings.cautions(),
+            unused_files=self._settings.files.problems,
+            unapplied=self._settings.cautions(),
             expiry_problem=self._access.expiry_problem,
             expiry_caution=self._access.expiry_caution,
             unready=self._unready(),
@@ -218,10 +229,10 @@ class Diagnosis:
         for worker, stream in sorted(self._core.registry.streams.items()):
             if len(facts) % WORKERS_A_TURN == WORKERS_A_TURN - 1:
                 await asyncio.sleep(0)
-            facts.append(self._facts(worker, stream, refusals.get(worker, "")))
+            facts.append(self._facts(worker, stream, refusals.get(worker)))
         return facts
 
-    def _facts(self, worker: WorkerKey, stream: WorkerStream, refuses: str) -> WorkerFacts:
+    def _facts(self, worker: WorkerKey, stream: WorkerStream, refuses: Difference | None) -> WorkerFacts:
         profile, registration = stream.profile, stream.registration
         engine = self._core.engine_lists.served.get(registration.url or "")
         return WorkerFacts(

@@ -13,7 +13,7 @@ from kvrouter.router.model.engines.known import engine_named
 from kvrouter.router.model.workers.provenance import registered_twice
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.source_precedence import PLACES, REGISTER
-from kvrouter.router.observe.findings.finding import ROUTER, argument, found
+from kvrouter.router.observe.findings.finding import NOTE, ROUTER, argument, found
 
 
 def engine_findings(snapshot: Snapshot) -> Iterator[Finding]:
@@ -100,9 +100,11 @@ def _of_worker(worker: WorkerFacts) -> Iterator[Finding]:
         yield found(
             "KV112",
             worker.name,
-            worker.refuses,
+            worker.refuses.evidence,
             f"find the refused requests in its engine's log, and start it with its peers' version and flags (such as "
             f"--max-model-len, adapters, tools); compare: curl -s {url}/v1/models",
+            # Otherwise one client's wrong requests may be the cause.
+            None if worker.refuses.is_spread else NOTE,
         )
     if worker.breaker:
         yield found(

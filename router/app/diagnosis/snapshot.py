@@ -20,6 +20,7 @@ from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.router.model.workers.unregistered_worker import UnregisteredWorker
 from kvrouter.router.observe.quality.prediction_judge import Doubt
 from kvrouter.router.route.tokens.unknown_prompts import MissingTokens
+from kvrouter.router.serve.proxy.refused_requests import Difference
 
 
 class PromptCount(msgspec.Struct, frozen=True):
@@ -53,8 +54,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     refused_key: str = ""
     # Why no requests are sent to the worker.
     breaker: str = ""
-    # A sentence that says how many more requests it refuses than its peers, or "" if it does not.
-    refuses: str = ""
+    # How many more requests it refuses than its peers, or None if it does not.
+    refuses: Difference | None = None
     # The problem of the disk that its engine offloads to.
     disk: str = ""
     # The problem of its engine's CPU tier.

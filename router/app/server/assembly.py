@@ -197,7 +197,6 @@ class Assembly:
             tokens=tokenizer,
             sources=discovery,
             servers=store.servers,
-            config=config,
             http=http,
             wall_clock=time.time,
             access=access,

@@ -14,8 +14,7 @@ from pathlib import Path
 import msgspec
 
 from kvrouter.router.base.common.errors import SettingError
-from kvrouter.router.base.common.yaml_text import read_yaml
-from kvrouter.router.model.config.loading import FORM, Origin, load_config
+from kvrouter.router.model.config.loading import FORM, Origin, listed_settings, load_config
 from kvrouter.router.model.config.reloaded import Reloaded, ReloadedFiles, ReloadMetrics, read_text
 from kvrouter.router.model.config.settings import FIELDS, RELOADS, Config
 
@@ -74,6 +73,16 @@ class LiveSettings:
             self.file.subscribe(self._take)
             self._take()
 
+    @property
+    def in_force(self) -> Config:
+        """The settings in force, with the workers that the settings file lists now.
+
+        `config` has the workers of the start, because the source of workers applies their changes.
+        """
+        if self.file is None:
+            return self.config
+        return msgspec.structs.replace(self.config, workers=self.file.value.config.workers)
+
     def subscribe(self, apply: Callable[[Config], None]) -> None:
         """Call `apply` with all settings whenever one of `RELOADS` has changed."""
         self._subscribers.append(apply)
@@ -93,8 +102,8 @@ class LiveSettings:
         if self.file is not None and not text.strip():
             # A writer that does not rename leaves the file empty for a moment.
             raise SettingError(f"{path} is empty: {FORM}")
-        config = load_config(path, self._environ, self._origin.flags, text)
-        return FileSettings(config, WORKERS in (read_yaml(text, str(path), FORM) or {}))
+        listed = listed_settings(path, text)
+        return FileSettings(load_config(path, self._environ, self._origin.flags, listed), WORKERS in listed)
 
     def _take(self) -> None:
         """Apply the settings of the file that can change at run time, and report the others."""

@@ -86,7 +86,7 @@ def given_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_config(
-    file: Path | None, environ: Mapping[str, str], flags: Mapping[str, Any], content: str | None = None
+    file: Path | None, environ: Mapping[str, str], flags: Mapping[str, Any], listed: Mapping[str, Any] | None = None
 ) -> Config:
     """Load the settings from their three sources. Raises SettingError.
 
@@ -94,14 +94,17 @@ def load_config(
         file: The settings file, or None without one.
         environ: The environment variables.
         flags: The values of all flags, by setting, see `given_flags`.
-        content: The text of the file if it was read already, otherwise None.
+        listed: What `listed_settings` returned for the file, or None to read it.
     """
     flag_values = given_flags(flags)
     if "redis" in flag_values and "data_dir" in flag_values:
         raise SettingError("--redis and --data-dir contradict each other: the data is either there or here; give one")
     values: dict[str, Any] = {}
-    for name, value in _from_file(file, content).items():
-        values[name] = _converted(name, value, f"{name} in {file}")
+    if listed is None:
+        listed = {} if file is None else listed_settings(file)
+    for name, value in listed.items():
+        if value is not None:
+            values[name] = _converted(name, value, f"{name} in {file}")
     for name, value in _from_environ(environ).items():
         values[name] = _converted(name, value, variable_of(name))
     for name, value in flag_values.items():
@@ -114,9 +117,13 @@ def load_config(
     return config
 
 
-def _from_file(file: Path | None, text: str | None) -> dict[str, Any]:
-    if file is None:
-        return {}
+def listed_settings(file: Path, text: str | None = None) -> dict[str, Any]:
+    """Return the settings that a file lists, as they are written there. Raises SettingError.
+
+    Args:
+        file: The settings file.
+        text: Its text if it was read already, otherwise None.
+    """
     try:
         text = file.read_text(encoding="utf-8") if text is None else text
     except (OSError, UnicodeDecodeError) as error:
@@ -130,7 +137,7 @@ def _from_file(file: Path | None, text: str | None) -> dict[str, Any]:
     for name in content:
         if name not in FIELDS:
             raise SettingError(f"{file}: there is no setting {name!r}; {_nearest(str(name), str)}")
-    return {name: value for name, value in content.items() if value is not None}
+    return content
 
 
 def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:

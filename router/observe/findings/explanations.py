@@ -173,11 +173,12 @@ EXPLANATIONS: dict[str, Explanation] = {
         "The worker answered at least a tenth of its last requests with a status of 400 to 499, which is at least four "
         "times the share of the other workers of its model. The last 128 answers of each worker within ten minutes "
         "count, if there are at least 32 on each side; so large a difference is not chance. Either its engine has "
-        "another version or other flags, such as a shorter context, or one client's wrong requests begin alike, so "
-        "that the router sends them all to one worker.",
+        "another version or other flags, such as a shorter context, or one client's wrong requests begin alike or are "
+        "of one session, so that the router sends them all to one worker. It is only a note if more than half of the "
+        "refused requests have the same API key and session, or have neither.",
         "Find the refused requests in the engine's log. Start the engine with the version and flags of its peers "
         "(`--max-model-len`, adapters, tools, API key). If the requests themselves are wrong, correct their "
-        "client.",
+        "client, which the access log names by its API key (`--access-log`).",
     ),
     "KV201": Explanation(
         "The engine's events are off, or their endpoint was not registered. The router knows only what it sent "

@@ -50,7 +50,7 @@ class PickedRequest:
         self._where = where
         self._endpoints = endpoints
         self._admission = admission
-        self._exchange = admission.begun(placement.worker)
+        self._exchange = admission.begun(placement.worker, request.caller)
         self._metrics = metrics
         # Whether the hit of the choice is a prediction; without the prompt's tokens it is not.
         self._predicted = predicted
@@ -138,7 +138,7 @@ class PickedRequest:
         placement.served_by(hit)
         host, _, port = endpoint.rpartition(":")
         watch.sending(hit.worker, host, int(port), [])
-        self._exchange = self._admission.begun(hit.worker)
+        self._exchange = self._admission.begun(hit.worker, self._request.caller)
 
 
 def _unknown_hit(worker: WorkerKey) -> Hit:

@@ -31,16 +31,24 @@ class Exchange:
     Only the first report of its end counts.
     """
 
-    __slots__ = ("_admission", "_breaker", "_is_over", "_status", "_tried", "_worker")
+    __slots__ = ("_admission", "_breaker", "_caller", "_is_over", "_status", "_tried", "_worker")
 
-    def __init__(self, admission: Admission, worker: WorkerKey, breaker: Breaker, tried: bool) -> None:
+    def __init__(
+        self, admission: Admission, worker: WorkerKey, breaker: Breaker, caller: Callable[[], int], *, tried: bool
+    ) -> None:
         """Begin the exchange.
 
-        `tried` says whether this is the trial request, which decides if a failed worker takes requests again.
+        Args:
+            admission: The admission to which the exchange belongs.
+            worker: The worker.
+            breaker: The worker's breaker.
+            caller: Returns a number for the client, 0 if it is not known.
+            tried: Whether this is the trial request, which decides if a failed worker takes requests again.
         """
         self._admission = admission
         self._worker = worker
         self._breaker = breaker
+        self._caller = caller
         self._tried = tried
         self._status = 0
         self._is_over = False
@@ -56,7 +64,7 @@ class Exchange:
     def ended(self) -> None:
         """Note that the answer is complete."""
         if self._ends():
-            self._admission.refused.add(self._worker, self._status)
+            self._admission.refused.add(self._worker, self._status, self._caller)
             self._breaker.ended(tried=self._tried, is_client_error=self._status >= FIRST_ERROR)
             if self._tried:
                 self._show()
@@ -129,13 +137,16 @@ class Admission:
         breaker = self._known.get(worker)
         return None if breaker is None or worker in self._down else breaker.problem(self.clock())
 
-    def begun(self, worker: WorkerKey) -> Exchange:
-        """Note a request to a worker, and return the exchange on which the caller reports its progress."""
+    def begun(self, worker: WorkerKey, caller: Callable[[], int]) -> Exchange:
+        """Note a request to a worker, and return the exchange on which its progress is reported.
+
+        `caller` returns a number for the client, 0 if it is not known.
+        """
         breaker = self._known.get(worker)
         if breaker is None:
             breaker = self._known[worker] = Breaker()
         tried = breaker.until_s is not None and breaker.begun(self.clock())
-        return Exchange(self, worker, breaker, tried)
+        return Exchange(self, worker, breaker, caller, tried=tried)
 
     def waits(self, worker: WorkerKey, connection: Connection) -> None:
         """Register a request that waits for the worker's first byte, until `waits_no_more`.

@@ -114,7 +114,7 @@ class Attempt:
             rank=addresses.ranks.get(worker),
             added=added,
         )
-        exchange = self._admission.begun(worker)
+        exchange = self._admission.begun(worker, request.caller)
         try:
             connection, answer_head = await self._first_byte(request, worker, target, head, body)
         except Failure as failure:

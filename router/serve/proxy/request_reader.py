@@ -60,6 +60,11 @@ class Request:
         self.body = client.body
         self.headers = client.headers
 
+    def caller(self) -> int:
+        """Return a number for the API key and the session of the request, 0 without both."""
+        bounds, session = self.client.bounds, h.header(self.client.headers, h.SESSION_ID)
+        return 0 if bounds is None and session is None else hash((bounds and bounds.key, session))
+
 
 class RequestReader:
     """The reader of all requests of one proxy."""
@@ -110,7 +115,10 @@ class RequestReader:
         return _placement_request(request, await self._question(request, client_body, body, served), body.limit_tokens)
 
     def _read_form(self, request: Request) -> PlacementRequest:
-        """Return the placement request for a form with audio, whose number of tokens is estimated."""
+        """Return the placement request for a form with audio, whose number of tokens is estimated.
+
+        No engine reads a cache salt from a form, so the router adds none, and refuses the forms of keys with salts.
+        """
         client = request.client
         form = read_form_model(h.header(client.headers, b"content-type"), client.body)
         name = self._name_of(form.name)
@@ -173,9 +181,9 @@ class RequestReader:
         bounds.check_model(served.model, served.lora_name)
         if client.path in WITHOUT_PROMPT:
             return
-        bounds.check_salt(cache_salt or None)
         if bounds.cache_salts is not None and not self._takes_salt(served.model, client.path):
             raise bounds.unsalted(served.model, client.path)
+        bounds.check_salt(cache_salt or None)
 
 
 async def _in_thread(body: bytes, work: Callable[Args, Result], *args: Args.args, **options: Args.kwargs) -> Result:
