@@ -67,8 +67,8 @@ def test_the_distributions_of_the_tree_have_one_version() -> None:
 def test_the_release_has_both_distributions() -> None:
     jobs = yaml.safe_load(WORKFLOW.read_text())["jobs"]
     commands = [step.get("run", "") for job in jobs.values() for step in job["steps"]]
-    assert any("python -m build --sdist\n" in command + "\n" for command in commands)
-    assert any("python -m build --outdir dist engine_patch" in command for command in commands)
+    assert any("python -m build --no-isolation --sdist\n" in command + "\n" for command in commands)
+    assert any("python -m build --no-isolation --outdir dist engine_patch" in command for command in commands)
 
 
 def test_the_workflow_is_one() -> None:

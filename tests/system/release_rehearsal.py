@@ -49,7 +49,13 @@ STEPS = ("distributions", "install", "chart", "sbom", "image")
 BUILD_TYPE = "https://slsa-framework.github.io/github-actions-buildtypes/workflow/v1"
 CAUTION = "from kvrouter.router.base.common.compiled import caution; raise SystemExit(caution())"
 PATCH = "import kvrouter.engine_patch.plugin, kvrouter.engine_patch.events.patch.messages"
-PACKAGE = "import sys, helm_python; print(helm_python.package(sys.argv[1], destination=sys.argv[2]))"
+# Helm's library returns what it finds wrong, and does not fail.
+PACKAGE = """
+import sys, helm_python
+if errors := helm_python.lint(sys.argv[1], strict=True)["errors"]:
+    sys.exit("\\n".join(map(str, errors)))
+print(helm_python.package(sys.argv[1], destination=sys.argv[2]))
+"""
 
 
 class Failed(Exception):
@@ -204,7 +210,7 @@ def try_wheels(version: str, python: Path, scratch: Path) -> str:
 
 
 def chart() -> str:
-    """Package the chart."""
+    """Check and package the chart."""
     # In a process of its own, which Helm's library may end.
     return f"{Path(run([sys.executable, '-c', PACKAGE, CHART, OUT]).split()[-1]).name}"
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvrouter.router.index.store import keys
+from kvrouter.router.observe.history.history import MINUTE_S
 from tests.support.exchange import run_cli
 from tests.support.fleet import until
 from tests.support.replica_process import MODEL, replicas, worker_flags
@@ -74,7 +75,9 @@ def sums(answer: dict[str, Any]) -> dict[str, int]:
     return {name: answer["totals"][name] for name in (*COUNTED.values(), "failed")}
 
 
-def wait_equal(routers: Iterable[RouterProcess], wanted: Counter[str], span: str = "1h") -> None:
+def wait_equal(
+    routers: Iterable[RouterProcess], wanted: Counter[str], span: str = "1h", shown_s: float = SHOWN_S
+) -> None:
     """Wait until each process of the routers shows these sums."""
     for router in routers:
         for _ in range(4):
@@ -84,7 +87,7 @@ def wait_equal(routers: Iterable[RouterProcess], wanted: Counter[str], span: str
                 shown |= sums(router.request("GET", f"/history?range={span}"))
                 return shown == {name: wanted[name] for name in shown}
 
-            until(is_equal, f"{shown}, not {wanted}", SHOWN_S)
+            until(is_equal, f"{shown}, not {wanted}", shown_s)
             router.reconnect()
 
 
@@ -128,6 +131,22 @@ def test_the_history_equals_the_counters_of_all_processes(tmp_path: Path, server
                 shown = run_cli("savings", "--url", f"127.0.0.1:{two.port}", "--since", "1d")
                 assert shown.returncode == 0 and MODEL in shown.stdout and "were not computed" in shown.stdout
                 assert "Traceback" not in one.log_tail() + two.log_tail()
+
+
+@pytest.mark.slow
+def test_the_minutes_of_a_day_equal_the_counters_of_all_processes(tmp_path: Path, server: StoreServer) -> None:
+    # tests/contract/test_history_log.py has 25 hours of them.
+    rng = Random(6)
+    with replicas(1, "--shape", "llama") as endpoints:
+        flags = ["--redis", server.url, *worker_flags(endpoints)]
+        with (
+            RouterProcess(tmp_path / "a", [*flags, "--processes", "2"]) as one,
+            RouterProcess(tmp_path / "b", flags) as two,
+        ):
+            for router in (one, two):
+                send(router, rng)
+            # A minute is shown when it has ended.
+            wait_equal((one, two), counters(one, two), "24h", MINUTE_S + SHOWN_S)
 
 
 def test_the_history_goes_on_without_redis_and_catches_up(tmp_path: Path) -> None:
