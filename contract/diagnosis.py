@@ -35,6 +35,15 @@ class Finding(msgspec.Struct, frozen=True):
     evidence: Annotated[str, Meta(description="the facts that show it, as a sentence")]
     fix: Annotated[str, Meta(description="how to fix it: a command or a flag, with ROUTER for this router's address")]
     page: Annotated[str, Meta(description="where the code is listed")]
+    workers: Annotated[
+        list[str],
+        Meta(
+            description="the workers that it is about, `w0@1` for a rank other than 0; empty if about none in particular"
+        ),
+    ] = msgspec.field(default_factory=list)
+    model: Annotated[
+        str | None, Meta(description="the model that it is about; null if about none, or the model is not known")
+    ] = None
 
 
 class DiagnosisReport(msgspec.Struct, frozen=True):

@@ -42,7 +42,7 @@ class HistorySeries(msgspec.Struct, frozen=True):
 
 
 class HistoryTotals(msgspec.Struct, frozen=True):
-    """The same sums over the whole range."""
+    """The same sums over several steps."""
 
     requests: Annotated[int, Meta(description=REQUESTS)]
     failed: Annotated[int, Meta(description=FAILED)]
@@ -71,6 +71,7 @@ class HistoryReply(msgspec.Struct, frozen=True):
     ]
     series: Annotated[HistorySeries, Meta(description="the sums of each step")]
     totals: Annotated[HistoryTotals, Meta(description="the sums of the range")]
+    last_minute: Annotated[HistoryTotals, Meta(description="the same sums over the last minute of the range")]
 
 
 class SavedDay(msgspec.Struct, frozen=True):

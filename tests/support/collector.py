@@ -16,6 +16,8 @@ import msgspec
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as WireSpan
 
+from tests.support.quiet_server import QuietServer
+
 WAIT_S = 30.0
 
 
@@ -70,7 +72,7 @@ class Collector:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = QuietServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = False
         self._thread = threading.Thread(target=self._server.serve_forever)
 

@@ -10,8 +10,10 @@ import contextlib
 import socket
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from tests.support.quiet_server import QuietServer
 
 
 class EngineHttp:
@@ -36,7 +38,7 @@ class EngineHttp:
         # Paths of the requests so far.
         self.asked: list[str] = []
         self._connections: list[socket.socket] = []
-        self._server: ThreadingHTTPServer | None = None
+        self._server: QuietServer | None = None
         self.port = 0
         self.start()
 
@@ -74,7 +76,7 @@ class EngineHttp:
 
             def log_message(self, *_: Any) -> None: ...
 
-        server = self._server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        server = self._server = QuietServer(("127.0.0.1", self.port), Handler)
         server.daemon_threads = True
         self.port = server.server_address[1]
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()

@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, Self
 
 import pytest
 
 from kvrouter.contract.choices import CostTerms
+from tests.support.quiet_server import QuietServer
 
 WORKER: dict[str, Any] = {
     "worker_id": "w0",
@@ -107,7 +108,7 @@ class StubRouter:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = QuietServer(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from kvrouter.router.model.workers.registration import BASE_PATH_LEFT_OUT
 from kvrouter.simulator.cache.shapes import make_geometry
 from kvrouter.simulator.http.server import ReplicaServer
 from tests.support.fleet import rows
+from tests.support.quiet_server import QuietServer
 from tests.support.replica_process import served
 from tests.support.router_process import RouterError, RouterProcess
 from tests.support.store_server import StoreServer
@@ -238,7 +239,7 @@ class NotFound(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def default_backend() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), NotFound) as server:
+    with QuietServer(("127.0.0.1", 0), NotFound) as server:
         serving = threading.Thread(target=server.serve_forever)
         serving.start()
         yield f"http://127.0.0.1:{server.server_port}"

@@ -21,6 +21,7 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from tests.support.browser_page import BrowserPage
+from tests.support.quiet_server import QuietServer
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD_S = 400.0
@@ -152,7 +153,7 @@ def port(site: Path) -> Iterator[int]:
             pass
 
     handler = functools.partial(Quiet, directory=str(site))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with QuietServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield server.server_address[1]

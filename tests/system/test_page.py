@@ -71,8 +71,12 @@ class Traffic:
                 }
                 body["stream_options"] = {"include_usage": True}
                 headers = {"content-type": "application/json", "x-request-id": f"chat-{self._seed}-{count}"}
-                connection.request("POST", "/v1/completions", json.dumps(body), headers)
-                connection.getresponse().read()
+                try:
+                    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+                    connection.getresponse().read()
+                except (OSError, http.client.HTTPException):
+                    # The machine is so busy that the answer timed out or broke off; the next request connects again.
+                    connection.close()
                 lengths[number] = PIECE_TOKENS if lengths[number] > 8 * PIECE_TOKENS else lengths[number] + PIECE_TOKENS
                 self._ended.wait(0.05)
 

@@ -256,6 +256,29 @@ def test_the_doctor_shows_findings_with_their_fix_and_their_meaning(tab: Browser
         router.request("DELETE", "/workers/it's%20gone")
 
 
+def test_a_finding_about_several_workers_links_to_each(tab: BrowserPage) -> None:
+    """The links come from the finding's fields, so that no name is guessed from the sentence."""
+    usual = {"severity": "error", "problem": "it differs", "evidence": "so it is", "fix": "mend it", "page": "p"}
+    findings = [
+        {"code": "KV110", "subject": "workers a and b and c", "workers": ["a and b", "c"], "model": "m"} | usual,
+        {"code": "KV305", "subject": "model m", "workers": ["c", "d@1"], "model": "m"} | usual,
+        {"code": "KV604", "subject": "router", "workers": [], "model": None} | usual,
+    ]
+    report = {"version": "1", "workers": 3, "routers": 1, "checks": 60, "findings": findings, "age_s": 0}
+    body = json.dumps(report)
+    tab.page.route("**/diagnosis?*", lambda route: route.fulfill(content_type="application/json", body=body))
+    page = tab.open("doctor")
+    links = {code: page.locator(f"[data-code={code}] [data-row]") for code in ("KV110", "KV305", "KV604")}
+    expect(links["KV110"]).to_have_text(["a and b", "c"])
+    expect(page.locator("[data-code=KV110] li")).to_contain_text("workers a and b and c so it is")
+    expect(links["KV305"]).to_have_text(["c", "d@1"])
+    expect(page.locator("[data-code=KV305] li")).to_contain_text("model m (c, d@1) so it is")
+    expect(links["KV604"]).to_have_count(0)
+    page.goto(f"{tab.address}#doctor/d@1")
+    expect(page.locator("[data-code]")).to_have_count(1)
+    page.unroute_all(behavior="ignoreErrors")
+
+
 def test_many_findings_of_one_code_are_folded(chromium: Browser, tmp_path: Path) -> None:
     with RouterProcess(tmp_path) as router:
         for number in range(30):

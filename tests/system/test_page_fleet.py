@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
+from kvrouter.router.observe.quality.request_watch import FAILED_OUTCOMES
+from kvrouter.router.serve.proxy.proxy_metrics import ANSWER_OUTCOMES
 from tests.support.browser_page import BrowserPage, violations
 from tests.support.fleet import until
 from tests.support.replica_process import ReplicaProcess, worker_flags
@@ -179,6 +181,9 @@ def test_the_status_is_that_of_the_fleet(chromium: Browser, tmp_path: Path) -> N
         page = tab.open("overview")
         expect(page.locator("#verdict")).to_have_text("no worker")
         page.wait_for_selector("text=No worker is registered")
+        page = tab.open("prompt")
+        page.wait_for_selector("text=No worker is registered")
+        assert page.is_disabled("#prompt-ask"), "there is no model to ask about"
         body = {"worker_id": "w0", "model": at["model"], "url": at["url"]}
         router.request(
             "POST", "/register", body | {"kv_events_endpoint": at["events"], "replay_endpoint": at["replay"]}
@@ -289,6 +294,99 @@ def test_a_history_that_one_router_lacks_is_looked_for_again_after_a_minute(tab:
     """
     )
     assert seen == [[False, 1], [True, 2, "all"]]
+
+
+def test_figures_of_the_last_minute_are_those_that_the_router_states(tab: BrowserPage) -> None:
+    page = tab.open("events")
+    script = """
+        const series = Object.fromEntries(["requests", "ttft_p50_s", "ttft_p95_s"].map((name) => [name, [1, 2]]));
+        const lines = { time_s: [100, 105], step_s: 5, series, totals: { requests: 9 } };
+        history.hour = { ...lines, last_minute: { requests: 7, ttft_p50_s: 0.5 } };
+        const stated = history.now.minute;
+        // A router of the former release states none, and percentiles of steps cannot be added.
+        history.hour = lines;
+        const added = history.now.minute;
+        return [stated.requests, stated.ttft_p50_s, stated.length_s, added.requests, added.ttft_p50_s ?? null];
+    """
+    assert page.evaluate(HISTORY_SCRIPT % script) == [7, 0.5, 60, 3, None]
+
+
+@pytest.mark.parametrize("model", ["", "m"])
+def test_charts_from_counters_count_failures_as_the_history_does(tab: BrowserPage, model: str) -> None:
+    page = tab.open("events")
+    # Answers have the models that requests lack; an answer is whole, so it has fewer outcomes.
+    outcomes = ANSWER_OUTCOMES if model else (*ANSWER_OUTCOMES, "refused", "unreachable", "cut", "client_gone", "bug")
+    names = ("proxy_answers",) if model else ("proxy_requests", "gateway_requests")
+    page_of = "\n".join(
+        f'kvrouter_{name}_total{{model="m",outcome="{outcome}"}} %d'
+        for name in names
+        for outcome in (*outcomes, "passed")
+    )
+    script = f"""
+        const {{ samples }} = await import("/page/api.js");
+        const {{ HISTORY_METRICS }} = await import("/page/history.js");
+        history.isKept = false;
+        for (const value of [3, 4]) {{
+            const text = {json.dumps(page_of)}.replaceAll("%d", value);
+            history.observe(100 + value, samples(text, HISTORY_METRICS), {json.dumps(model)});
+        }}
+        const {{ requests, failed }} = history.now.minute;
+        return [requests, failed];
+    """
+    failed = FAILED_OUTCOMES & set(outcomes)
+    shown = page.evaluate(HISTORY_SCRIPT.replace("%s", script))
+    assert shown == [len(names) * len(outcomes), len(names) * len(failed)]
+
+
+def test_a_value_without_neighbours_is_drawn_as_a_point(tab: BrowserPage) -> None:
+    page = tab.open("events")
+    script = """async (column) => {
+        const { Chart } = await import("/page/chart.js");
+        const chart = new Chart("t", "u", [["s", "--held"]]);
+        chart.set({ time_s: column.map((_, i) => i), from_s: 0, to_s: 9 }, [column]);
+        return chart.lonely(1);
+    }"""
+    assert page.evaluate(script, [1, None, None, 2, None, 0, 1, None, 3]) == [0, 3, 8]
+
+
+def test_the_heat_map_names_the_groups_of_each_model(tab: BrowserPage, router: RouterProcess) -> None:
+    known = router.request("GET", "/workers")["workers"][0]
+
+    def worker(model: str, *kinds: str) -> dict[str, object]:
+        groups = [{"group_idx": number, "kind": kind} for number, kind in enumerate(kinds)]
+        residency = {f"g{number}:GPU": 1 for number in range(len(kinds))}
+        return known | {"worker_id": model, "model": model, "catalog": {"groups": groups}, "residency": residency}
+
+    workers = [worker("gemma", "full_attention", "sliding_window"), worker("jamba", "mamba", "full_attention", "mamba")]
+    body = json.dumps({"workers": workers})
+    tab.page.route("**/workers", lambda route: route.fulfill(content_type="application/json", body=body))
+    page = tab.open("fleet")
+    expect(page.locator(".heat-notes")).to_contain_text(
+        "From the top: gemma: all, g0 full attention, g1 sliding window; jamba: all, g0 mamba, g1 full attention, g2 mamba."
+    )
+    page.select_option("#model", "gemma")
+    expect(page.locator(".heat-notes")).to_contain_text("From the top: all, g0 full attention, g1 sliding window.")
+    page.select_option("#model", "")
+    page.unroute_all(behavior="ignoreErrors")
+
+
+def test_a_prompt_that_many_workers_could_take_shows_a_few_at_first(tab: BrowserPage, router: RouterProcess) -> None:
+    def many(route: Route) -> None:
+        body = route.fetch().json()
+        instance = next(iter(body["instances"].values()))
+        body["instances"] = {f"w{number}": instance for number in range(100)}
+        route.fulfill(content_type="application/json", body=json.dumps(body))
+
+    tab.page.route("**/query", many)
+    page = tab.open("prompt")
+    page.select_option("#prompt-models", "sim")
+    page.check("input[value=tokens]")
+    page.fill("textarea", "7, 7, 7")
+    page.click("#prompt-ask")
+    expect(page.locator("[data-worker]")).to_have_count(8)
+    page.click("text=Show 50 more of 92 workers")
+    expect(page.locator("[data-worker]")).to_have_count(58)
+    page.unroute_all(behavior="ignoreErrors")
 
 
 def test_answers_of_the_former_release_are_shown(tab: BrowserPage) -> None:

@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import msgspec
@@ -21,6 +21,7 @@ from kvrouter.router.base.common.version import VERSION
 from kvrouter.router.observe.findings.explanations import EXPLANATIONS, explained_code
 from kvrouter.router.observe.findings.finding import CODES, ROUTER, found
 from tests.support.ports import free_port
+from tests.support.quiet_server import QuietServer
 
 # This time is far from the actual time, which the doctor's own clock shows.
 LONG_AGO_S = 1_000_000_000.0
@@ -53,7 +54,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, type[Stub]]]:
         monkeypatch.delenv(name, raising=False)
     handler = type("OneStub", (Stub,), {"answers": {}, "dated_s": None})
     answer(handler, VERSION, WELL)
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with QuietServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}", handler

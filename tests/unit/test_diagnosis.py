@@ -208,6 +208,25 @@ def test_a_fault_is_found_by_its_code_alone(code: str) -> None:
     assert finding.page == f"{PAGE}#{code.lower()}"
 
 
+@pytest.mark.parametrize("code", FAULTS)
+def test_a_finding_names_its_workers_and_its_model_in_fields_of_their_own(code: str) -> None:
+    """Programs look for these, and a subject is a sentence for people."""
+    (finding,) = findings(FAULTS[code])
+    kind = finding.subject.partition(" ")[0]
+    named = re.findall(r"\bw\d\b", finding.subject)
+    # Only this finding about a model is about two of its workers, which differ.
+    assert finding.workers == (["w0", "w1"] if code == "KV305" else named if kind.startswith("worker") else [])
+    # Sources do not say which model's worker they contest.
+    has_model = code != "KV606" and (kind.startswith("worker") or kind == "model")
+    assert (finding.model in ("m", "gemma-3-27b")) is has_model and (has_model or finding.model is None)
+
+
+def test_a_name_that_looks_like_two_and_a_rank_are_kept_whole() -> None:
+    key = WorkerKey("m", "a and b", 1)
+    (finding,) = findings(snapshot(worker(given={"worker": key}, refusal="it may not")))
+    assert (finding.workers, finding.model) == (["a and b@1"], "m")
+
+
 def test_a_healthy_fleet_has_no_finding() -> None:
     assert findings(snapshot(worker(), worker("w1"))) == []
 

@@ -147,6 +147,23 @@ def test_the_share_of_fast_answers_decides_the_percentile() -> None:
     assert totals.ttft_p95_s is not None and totals.ttft_p95_s > 30
 
 
+@pytest.mark.parametrize("range_s", [HOUR_S, DAY_S])
+def test_the_last_minute_has_the_percentiles_of_all_its_answers(range_s: int) -> None:
+    """Not those of its last step, nor those of the range."""
+    history, now_s = History(), BEGAN_S + 2 * MINUTE_S + SETTLE_S
+    for began_s, seconds, answers in ((BEGAN_S, 50.0, 90), (BEGAN_S + MINUTE_S, 1.0, 90), (BEGAN_S + 115, 0.01, 10)):
+        sums = ModelSums()
+        sums.requests = answers
+        for _ in range(answers):
+            sums.first_token(seconds)
+        for step_s in (FINE_STEP_S, MINUTE_S):
+            history.add(step_s, began_s // step_s * step_s, ModelStep.of("m", sums), BEGAN_S + 115)
+    minute = shown(history, range_s, now_s=now_s).last_minute
+    assert minute.requests == 100
+    assert minute.ttft_p50_s is not None and 0.5 < minute.ttft_p50_s < 2
+    assert minute.ttft_p95_s is not None and 0.5 < minute.ttft_p95_s < 2
+
+
 def test_an_entry_is_read_as_it_was_written_and_in_no_other_form() -> None:
     sums = ModelSums()
     sums.requests, sums.saved_s = 3, 1.5

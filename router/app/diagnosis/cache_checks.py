@@ -14,6 +14,7 @@ from kvrouter.router.model.kvcache.catalog import FULL_KINDS, Catalog
 from kvrouter.router.model.kvcache.scheme_verification import SchemeState
 from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.router.observe.findings.finding import WARNING, found
+from kvrouter.router.observe.findings.subject import Subject
 
 # The number of blocks after which all groups of an engine have shown themselves, because a prompt stores into each of
 # them.
@@ -45,11 +46,11 @@ def cache_findings(snapshot: Snapshot) -> Iterator[Finding]:
 def _of_hashes(worker: WorkerFacts) -> Iterator[Finding]:
     if worker.state is StreamState.UNHASHABLE:
         fix = engine_named(worker.registration.engine).flags.hashes
-        yield found("KV301", worker.name, f"its hashes are {worker.hash_label}", fix)
+        yield found("KV301", worker.subject, f"its hashes are {worker.hash_label}", fix)
     elif worker.scheme in (SchemeState.ASSUMED, SchemeState.DECLARED) and worker.blocks:
         yield found(
             "KV302",
-            worker.name,
+            worker.subject,
             f"it holds {worker.blocks} blocks, and none of them could be compared: {worker.hash_label}",
         )
 
@@ -57,16 +58,16 @@ def _of_hashes(worker: WorkerFacts) -> Iterator[Finding]:
 def _of_catalog(worker: WorkerFacts) -> Iterator[Finding]:
     catalog = worker.catalog
     if catalog.problem is not None and (catalog.groups or worker.blocks):
-        yield found("KV303", worker.name, catalog.problem)
+        yield found("KV303", worker.subject, catalog.problem)
     if worker.refused:
-        yield found("KV308", worker.name, worker.refused)
+        yield found("KV308", worker.subject, worker.refused)
 
 
 def _of_tiers(worker: WorkerFacts) -> Iterator[Finding]:
     if worker.withheld:
-        yield found("KV306", worker.name, worker.withheld)
+        yield found("KV306", worker.subject, worker.withheld)
     if worker.cpu_tier:
-        yield found("KV307", worker.name, worker.cpu_tier)
+        yield found("KV307", worker.subject, worker.cpu_tier)
 
 
 def _of_hybrid(worker: WorkerFacts, snapshot: Snapshot) -> Iterator[Finding]:
@@ -88,16 +89,16 @@ def _of_hybrid(worker: WorkerFacts, snapshot: Snapshot) -> Iterator[Finding]:
             f"its only group is full attention, and its layers have a window of {group.sliding_window} tokens: a group of sliding "
             "windows is missing"
         )
-        yield found("KV304", worker.name, evidence, ENABLE_HYBRID)
+        yield found("KV304", worker.subject, evidence, ENABLE_HYBRID)
     elif siblings:
         evidence = f"its only group is full attention, and {siblings[0]} has several groups for the same model"
-        yield found("KV304", worker.name, evidence, ENABLE_HYBRID)
+        yield found("KV304", worker.subject, evidence, ENABLE_HYBRID)
     elif family := _family(worker):
         evidence = (
             f"its only group is full attention, and {printable(family)} is called as models are that have several kinds of layers "
             "(known by the name alone)"
         )
-        yield found("KV304", worker.name, evidence, ENABLE_HYBRID, WARNING)
+        yield found("KV304", worker.subject, evidence, ENABLE_HYBRID, WARNING)
 
 
 def _is_single_full(catalog: Catalog) -> bool:
@@ -128,7 +129,7 @@ def _of_models(snapshot: Snapshot) -> Iterator[Finding]:
                 named.add(model)
                 yield found(
                     "KV305",
-                    f"model {printable(model)}",
+                    Subject.of_model(model, other.subject.workers + worker.subject.workers),
                     f"{group.name} of {worker.name} has (kind, block, window, chunk) {_text(shape)}, that of {other.name} "
                     f"{_text(other_shape)}",
                 )

@@ -14,6 +14,7 @@ from kvrouter.router.model.workers.provenance import registered_twice
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.source_precedence import PLACES, REGISTER
 from kvrouter.router.observe.findings.finding import NOTE, ROUTER, argument, found
+from kvrouter.router.observe.findings.subject import Subject
 
 
 def engine_findings(snapshot: Snapshot) -> Iterator[Finding]:
@@ -35,21 +36,21 @@ def engine_findings(snapshot: Snapshot) -> Iterator[Finding]:
             "prefill needs one that decodes",
         )
     for entry in snapshot.unregistered:
-        worker_id, dp_rank = entry.registration.worker[1:]
-        subject = f"worker {printable(worker_id)} (rank {dp_rank}) of {entry.registration.source}"
+        model, worker_id, dp_rank = entry.registration.worker
+        subject = Subject.of_listed(worker_id, dp_rank, entry.registration.source, model)
         yield found("KV104", subject, entry.waiting.reason, entry.waiting.fix)
     for key, reason in snapshot.left_out.items():
-        yield found("KV108", f"worker {printable(key.route_name)}", reason)
+        yield found("KV108", Subject.of_worker(key), reason)
     for worker in snapshot.workers:
         yield from _of_worker(worker)
     for twins in registered_twice(worker.registration for worker in snapshot.workers):
-        ids = " and ".join(printable(twin.route_name) for twin in twins)
+        names = tuple(twin.route_name for twin in twins)
         registrations = [worker.registration for worker in snapshot.workers if worker.registration.worker in twins]
         # One that a client registered can be dropped at once.
-        extra = next((one for one in registrations if one.source == REGISTER), registrations[-1])
+        extra = next((entry for entry in registrations if entry.source == REGISTER), registrations[-1])
         yield found(
             "KV110",
-            f"workers {ids}",
+            Subject(f"workers {' and '.join(map(printable, names))}", names, twins[0].model),
             "they have one url and one rank, so each is taken for an engine of its own: its load is counted by parts, and every "
             "prompt has a worker more to choose from that is none",
             f"drop all but one: {_removal(extra)}; an adapter or another name of the model needs no worker (--model-alias)",
@@ -58,7 +59,7 @@ def engine_findings(snapshot: Snapshot) -> Iterator[Finding]:
         ahead_s = snapshot.engine_clocks.get(worker.registration.url or "", 0.0)
         if (differs := clock_difference(ahead_s)) is not None:
             yield found(
-                "KV107", worker.name, f"its clock is {differs} this router's, by the Date of its answers", SET_CLOCKS
+                "KV107", worker.subject, f"its clock is {differs} this router's, by the Date of its answers", SET_CLOCKS
             )
 
 
@@ -67,11 +68,11 @@ def _of_worker(worker: WorkerFacts) -> Iterator[Finding]:
     name = argument(worker.registration.worker.worker_id)
     engine = engine_named(worker.registration.engine)
     if worker.refusal:
-        yield found("KV103", worker.name, worker.refusal)
+        yield found("KV103", worker.subject, worker.refusal)
     elif worker.is_down:
         yield found(
             "KV101",
-            worker.name,
+            worker.subject,
             worker.reason,
             f"start the engine; test it from the router's machine: curl -i {url}{engine.health_path}; if it moved: "
             f"{_change(worker.registration)}; if it is gone: {_removal(worker.registration)}",
@@ -80,7 +81,7 @@ def _of_worker(worker: WorkerFacts) -> Iterator[Finding]:
         model = argument(worker.registration.worker.model)
         yield found(
             "KV102",
-            worker.name,
+            worker.subject,
             worker.unserved,
             f"{engine.flags.serve} --served-model-name {model}, or register model= as the engine calls it",
         )
@@ -89,17 +90,17 @@ def _of_worker(worker: WorkerFacts) -> Iterator[Finding]:
         origin = "a client said so" if registration.draining else f"its source {registration.source} says so"
         yield found(
             "KV111",
-            worker.name,
+            worker.subject,
             f"it has taken no new requests for at least {worker.drains_s:.0f} s, because {origin}",
             f'if it should take some: curl -X PATCH {ROUTER}workers/{name} -d \'{{"state": "active"}}\'',
         )
     if worker.refused_key and not worker.is_down:
-        yield found("KV109", worker.name, worker.refused_key)
+        yield found("KV109", worker.subject, worker.refused_key)
     if worker.refuses and not (worker.refused_key or worker.unserved):
         # A missing key or a wrong model explains the refusals, and has a finding of its own.
         yield found(
             "KV112",
-            worker.name,
+            worker.subject,
             worker.refuses.evidence,
             f"find the refused requests in its engine's log, and start it with its peers' version and flags (such as "
             f"--max-model-len, adapters, tools); compare: curl -s {url}/v1/models",
@@ -109,12 +110,12 @@ def _of_worker(worker: WorkerFacts) -> Iterator[Finding]:
     if worker.breaker:
         yield found(
             "KV105",
-            worker.name,
+            worker.subject,
             worker.breaker,
             f"look into the engine's log for the failed requests; test it: curl -i {url}/v1/models",
         )
     if worker.disk:
-        yield found("KV106", worker.name, worker.disk)
+        yield found("KV106", worker.subject, worker.disk)
 
 
 def _change(registration: Registration) -> str:

@@ -46,19 +46,19 @@ def _of_stream(worker: WorkerFacts, *, explained: bool) -> Iterator[Finding]:
     flags = engine.flags
     if worker.is_silent:
         reasons = (registration.note or worker.reason or "it was registered without one", cache_problem(worker.cache))
-        yield found("KV201", worker.name, "; ".join(filter(None, reasons)), _publishing(worker))
+        yield found("KV201", worker.subject, "; ".join(filter(None, reasons)), _publishing(worker))
         return
     if cache_problem(worker.cache):
         # An engine without prefix caching stores no block and so sends no event. Other problems of its events do not
         # matter then.
         yield found(
-            "KV202", worker.name, cache_problem(worker.cache), f"{flags.serve} {flags.prefix_cache} {flags.events}"
+            "KV202", worker.subject, cache_problem(worker.cache), f"{flags.serve} {flags.prefix_cache} {flags.events}"
         )
         return
     if worker.state is StreamState.MISMATCHED:
         yield found(
             "KV203",
-            worker.name,
+            worker.subject,
             worker.reason,
             f"register each worker with the endpoints of its own engine and rank; the engine names them (vLLM from 0.31 on): curl "
             f"{argument(registration.url or 'ENGINE')}{engine.info_path}",
@@ -66,7 +66,7 @@ def _of_stream(worker: WorkerFacts, *, explained: bool) -> Iterator[Finding]:
     elif worker.state in UNFOLLOWED and not explained:
         yield found(
             "KV208",
-            worker.name,
+            worker.subject,
             f"it is {worker.state.value}: {worker.reason}",
             "wait some seconds and run doctor again; if it stays: can this machine reach "
             f"{registration.events or registration.patch}?",
@@ -74,7 +74,7 @@ def _of_stream(worker: WorkerFacts, *, explained: bool) -> Iterator[Finding]:
     elif _is_unheard(worker.prompts, worker):
         yield found(
             "KV202",
-            worker.name,
+            worker.subject,
             f"it computed {worker.prompts.whole} prompts of whole blocks, and no event came from "
             f"{registration.events or registration.patch}",
             f"{flags.serve} {flags.prefix_cache} {flags.events}; and register the endpoint that this engine publishes on",
@@ -82,7 +82,7 @@ def _of_stream(worker: WorkerFacts, *, explained: bool) -> Iterator[Finding]:
     if registration.events is not None and registration.replay is None and not worker.is_patched and not explained:
         yield found(
             "KV207",
-            worker.name,
+            worker.subject,
             "batches that are lost cannot be had again: after a gap or a restart of the router, everything is learned again",
             f"{flags.serve} {flags.events}; and register replay=tcp://HOST:5558",
         )
@@ -123,7 +123,7 @@ def _of_endpoints(worker: WorkerFacts, snapshot: Snapshot) -> Iterator[Finding]:
     if events and replay and events.socket in REPLIERS and replay.socket in PUBLISHERS:
         yield found(
             "KV204",
-            worker.name,
+            worker.subject,
             f"a {events.socket} socket answers at the event endpoint {registration.events}, and a {replay.socket} socket at the "
             f"replay endpoint {registration.replay}",
             f"register events={argument(registration.replay or '')},replay={argument(registration.events or '')}",
@@ -137,10 +137,10 @@ def _of_endpoints(worker: WorkerFacts, snapshot: Snapshot) -> Iterator[Finding]:
         evidence = "; ".join(
             [*(problem.evidence for problem in named.values()), f"its engine names {right} ({info_path})"]
         )
-        yield found(next(iter(named.values())).code, worker.name, evidence, f"register {right}")
+        yield found(next(iter(named.values())).code, worker.subject, evidence, f"register {right}")
         problems = {role: problem for role, problem in problems.items() if role not in named}
     for problem in problems.values():
-        yield found(problem.code, worker.name, problem.evidence, problem.fix)
+        yield found(problem.code, worker.subject, problem.evidence, problem.fix)
 
 
 class _EndpointProblem(NamedTuple):

@@ -12,9 +12,9 @@ import msgspec
 
 from kvrouter.contract.diagnosis import Finding
 from kvrouter.router.app.diagnosis.snapshot import Snapshot
-from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.model.engines.known import engine_named
 from kvrouter.router.observe.findings.finding import found
+from kvrouter.router.observe.findings.subject import Subject
 from kvrouter.router.observe.quality.prediction_judge import DoubtKind
 from kvrouter.router.route.tokens.prompt_tokens import Reason
 
@@ -61,13 +61,13 @@ def prediction_findings(snapshot: Snapshot) -> Iterator[Finding]:
         if worker.doubt is not None:
             code, fix = DOUBTS[worker.doubt.kind]
             flags = engine_named(worker.registration.engine).flags
-            yield found(code, worker.name, worker.doubt.text, fix.format(**msgspec.structs.asdict(flags)))
+            yield found(code, worker.subject, worker.doubt.text, fix.format(**msgspec.structs.asdict(flags)))
     yield from _of_prompts(snapshot)
     for missing in snapshot.missing_tokens:
-        yield found("KV406", f"model {printable(missing.model)}", missing.text, TOKEN_FIXES[missing.reason])
+        yield found("KV406", Subject.of_model(missing.model), missing.text, TOKEN_FIXES[missing.reason])
     for model, url, problem in snapshot.tokens:
-        where = f"model {printable(model)}" + (f" at {url}" if url else "")
-        yield found("KV405", where, problem)
+        subject = Subject.of_model(model)
+        yield found("KV405", subject._replace(text=f"{subject.text} at {url}") if url else subject, problem)
 
 
 def _of_prompts(snapshot: Snapshot) -> Iterator[Finding]:
@@ -82,7 +82,7 @@ def _of_prompts(snapshot: Snapshot) -> Iterator[Finding]:
         if total >= COUNTED_PROMPTS and short > HALF * total:
             yield found(
                 "KV404",
-                f"model {printable(model)}",
+                Subject.of_model(model),
                 f"{short} of {total} prompts were shorter than {unit} tokens, the unit in which this model's cache is reused: "
                 "nothing of them can be",
             )

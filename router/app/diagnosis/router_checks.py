@@ -9,6 +9,7 @@ from kvrouter.contract.diagnosis import Finding, Severity
 from kvrouter.router.app.diagnosis.snapshot import Snapshot
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.observe.findings.finding import found
+from kvrouter.router.observe.findings.subject import Subject
 
 # How many characters of differing values, and how many values, are shown: enough to see the difference. Any program may
 # have written a heartbeat in Redis.
@@ -40,7 +41,7 @@ def router_findings(snapshot: Snapshot) -> Iterator[Finding]:
     for source, problem in snapshot.source_problems:
         yield found("KV605", f"source {source}", problem)
     for source, (worker_id, dp_rank), reason in snapshot.contested:
-        yield found("KV606", f"worker {printable(worker_id)} (rank {dp_rank}) of {source}", reason)
+        yield found("KV606", Subject.of_listed(worker_id, dp_rank, source), reason)
     yield from _of_peers(snapshot)
 
 

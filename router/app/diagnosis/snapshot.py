@@ -9,7 +9,6 @@ import msgspec
 
 from kvrouter.contract.worker_status import EngineCache
 from kvrouter.router.app.diagnosis.endpoint_probe import EndpointAnswer
-from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.store.server_settings import ServerSettings
 from kvrouter.router.model.kvcache.catalog import Catalog
@@ -18,6 +17,7 @@ from kvrouter.router.model.workers.engine_answers import Stream
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.router.model.workers.unregistered_worker import UnregisteredWorker
+from kvrouter.router.observe.findings.subject import Subject
 from kvrouter.router.observe.quality.prediction_judge import Doubt
 from kvrouter.router.route.tokens.unknown_prompts import MissingTokens
 from kvrouter.router.serve.proxy.refused_requests import Difference
@@ -87,8 +87,13 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
+        """The worker's name in the evidence of findings."""
+        return self.subject.text
+
+    @property
+    def subject(self) -> Subject:
         """The subject of findings about the worker."""
-        return f"worker {printable(self.registration.worker.route_name)}"
+        return Subject.of_worker(self.registration.worker)
 
     @property
     def is_down(self) -> bool:

@@ -10,6 +10,7 @@ import shlex
 
 from kvrouter.contract.diagnosis import Finding, Severity
 from kvrouter.router.base.common.escaping import printable
+from kvrouter.router.observe.findings.subject import Subject
 
 PAGE = "docs/how-to/doctor.md"
 # Stands for the router's address in commands. The program that shows a command knows the address by which it reached
@@ -136,8 +137,17 @@ def argument(text: str) -> str:
     return shlex.quote(printable(text))
 
 
-def found(code: str, subject: str, evidence: str, fix: str = "", severity: Severity | None = None) -> Finding:
-    """Return the finding with this code. `fix` and `severity` replace the code's usual ones."""
+def found(code: str, subject: Subject | str, evidence: str, fix: str = "", severity: Severity | None = None) -> Finding:
+    """Return the finding with this code.
+
+    Args:
+        code: One of CODES.
+        subject: What the finding is about; a text is about no worker and no model.
+        evidence: The facts that show it.
+        fix: Replaces the code's usual fix.
+        severity: Replaces the code's usual severity.
+    """
     usual, problem = CODES[code]
     page = f"{PAGE}#{code.lower()}"
-    return Finding(code, severity or usual, subject, problem, evidence, fix or FIXES[code], page)
+    text, workers, model = subject if isinstance(subject, Subject) else Subject(subject)
+    return Finding(code, severity or usual, text, problem, evidence, fix or FIXES[code], page, list(workers), model)

@@ -107,9 +107,8 @@ class History:
         first = int((now_s - SETTLE_S) // step_s) - count
         steps = self._steps(step_s, first, count, model)
         columns = {name: steps.sums[:, index].tolist() for index, name in enumerate(SUM_NAMES)}
-        totals = dict(zip(SUM_NAMES, steps.sums.sum(axis=0).tolist(), strict=True))
-        del columns["saved_us"], totals["saved_us"]
-        whole = steps.ttft.sum(axis=0, dtype=np.int64)[None, :]
+        del columns["saved_us"]
+        minute = MINUTE_S // step_s
         return HistoryReply(
             range_s,
             step_s,
@@ -121,12 +120,8 @@ class History:
                 ttft_p50_s=percentiles(steps.ttft, 0.5),
                 ttft_p95_s=percentiles(steps.ttft, 0.95),
             ),
-            HistoryTotals(
-                **totals,
-                saved_s=int(steps.sums[:, _SAVED].sum()) / 1e6,
-                ttft_p50_s=percentiles(whole, 0.5)[0],
-                ttft_p95_s=percentiles(whole, 0.95)[0],
-            ),
+            _totals(steps),
+            _totals(StepSums(steps.sums[-minute:], steps.ttft[-minute:])),
         )
 
     def _steps(self, step_s: int, first: int, count: int, model: str | None) -> StepSums:
@@ -138,3 +133,16 @@ class History:
         for history in shown.values():
             history.rings[step_s].add_to(total, first)
         return total
+
+
+def _totals(steps: StepSums) -> HistoryTotals:
+    """Return the sums of all steps, with the percentiles of all their answers."""
+    totals = dict(zip(SUM_NAMES, steps.sums.sum(axis=0).tolist(), strict=True))
+    saved_us = totals.pop("saved_us")
+    ttft = steps.ttft.sum(axis=0, dtype=np.int64)[None, :]
+    return HistoryTotals(
+        **totals,
+        saved_s=saved_us / 1e6,
+        ttft_p50_s=percentiles(ttft, 0.5)[0],
+        ttft_p95_s=percentiles(ttft, 0.95)[0],
+    )

@@ -2,7 +2,7 @@
 // What each worker's cost is made of, as bars beside the numbers.
 
 import { el } from "./dom.js";
-import { count, route, tiers, tiersOf } from "./words.js";
+import { count, middle, route, tiers, tiersOf } from "./words.js";
 
 // In the order of the bar: the cost of the prompt itself first, its cost for other prompts last.
 const PARTS = {
@@ -16,6 +16,8 @@ const PARTS = {
 const LESS = new Set(["copy", "junction", "session"]);
 // How many workers besides the chosen one are shown at once.
 const SHOWN = 4;
+// How much of a worker's id is shown, as its column is narrow.
+const ID_CHARS = 20;
 
 const parts = (one) => Object.keys(PARTS).map((name) => [name, one.parts[name] ?? 0]).filter(([, part]) => part !== 0);
 const added = (one) => parts(one).filter(([name, part]) => part > 0 && !LESS.has(name));
@@ -39,7 +41,7 @@ function reuse(one, worker) {
 function row(one, chosen, most, worker) {
   const said = parts(one).map(([name, part]) => `${LESS.has(name) ? "less " : ""}${name} ${count(part)}`).join(", ") || "nothing to do";
   return el("tr", { class: route(one) === chosen ? "chosen" : null, "data-key": route(one) },
-    el("th", { scope: "row" }, el("strong", { text: route(one) }),
+    el("th", { scope: "row" }, el("strong", { title: route(one), text: middle(route(one), ID_CHARS) }),
       route(one) === chosen ? el("div", { class: "small", text: "chosen" }) : null,
       one.saturated ? el("div", { class: "small quiet", text: "saturated" }) : null),
     el("td", { "data-label": "Reuse" }, reuse(one, worker)),

@@ -89,14 +89,21 @@ export class Chart {
         x: { range: (_, low, high) => this.bounds ?? [low, high] },
         y: { range: (_, low, high) => [0, Math.max(this.least, high ?? this.least) * 1.1] },
       },
-      axes: [{ ...axis, space: 90, size: 34, values: times }, { ...axis, size: 62, values: (_, ticks) => ticks.map(this.write) }],
+      axes: [{ ...axis, space: 70, size: 34, values: times }, { ...axis, size: 62, values: (_, ticks) => ticks.map(this.write) }],
       series: [{ label: "at", value: (_, value) => (value ? clock(value) : "–") }, ...this.series.map(([name, property], i) => ({
-        label: name, stroke: colour(property), width: 2, points: { show: false },
+        label: name, stroke: colour(property), width: 2, points: { show: false, filter: (_, number) => this.lonely(number) },
         fill: i ? undefined : colour(property) + SHADE,
         value: (_, value) => this.write(value),
       }))],
     }, this.data, this.node);
     this.tell();
+  }
+
+  /** Returns the values of a series that have none beside them, as no line leads to these. They are drawn as points. */
+  lonely(number) {
+    const column = this.data[number];
+    const isNone = (value) => value === null || value === undefined;
+    return [...column.keys()].filter((i) => !isNone(column[i]) && isNone(column[i - 1]) && isNone(column[i + 1]));
   }
 
   /** The legend has the newest values while the pointer is elsewhere. */

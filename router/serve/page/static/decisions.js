@@ -6,10 +6,12 @@ import { get } from "./api.js";
 import { costs } from "./bars.js";
 import { copyButton } from "./copy.js";
 import { el, pill, show, table } from "./dom.js";
-import { clock, count, decoded, percent, route, seconds, traceUrl } from "./words.js";
+import { clock, count, decoded, middle, percent, route, seconds, traceUrl } from "./words.js";
 
 const POLL_MS = 2000;
 const LISTED = 50;
+// How much of a worker's id the list shows.
+const ID_CHARS = 20;
 // An open decision that has no outcome yet is refreshed only up to this age: its router may have lost the request.
 const OPEN_S = 600;
 const KINDS = [["", "All"], ["wrong", "Predicted wrong"], ["lost", "Lost reuse"], ["failed", "Failed"]];
@@ -24,8 +26,8 @@ const PROOFS = {
   approximate: "approximate: by what was sent there before",
   unknown: "unknown: the prompt's tokens were not known",
 };
-// The outcomes that are not failures.
-const FINE = new Set(["ok", "client_gone"]);
+// The tones of outcomes that are no failure of the fleet; an empty one has no pill.
+const TONES = { ok: "", client_gone: "", client_error: "warn" };
 const HEADING = "decision-title";
 
 let list = null;
@@ -165,7 +167,8 @@ function detail(one, { workers, links }) {
 function outcomeCell(one) {
   if (!one) return el("span", { class: "quiet", text: "–" });
   const text = one.outcome.replaceAll("_", " ");
-  return FINE.has(one.outcome) ? el("span", { class: "quiet", text }) : pill(text, "bad");
+  const tone = TONES[one.outcome] ?? "bad";
+  return tone ? pill(text, tone) : el("span", { class: "quiet", text });
 }
 
 function deliveredCell({ delivered_tokens: delivered, predicted_tokens: predicted } = {}) {
@@ -188,7 +191,7 @@ function rows(shown, openId) {
       return [
         el("a", { class: "time", href: hashOf({ ...here, id: one.selection_id }), "data-row": one.selection_id,
           "aria-current": one.selection_id === openId ? "true" : null, "aria-label": `Explain the choice of ${clock(one.time_s)}`, text: clock(one.time_s) }),
-        route(one), count(one.num_tokens), [count(predicted), el("span", { class: "small quiet", text: ` ${percent(predicted, one.num_tokens)}` })],
+        el("span", { class: "id", title: route(one), text: middle(route(one), ID_CHARS) }), count(one.num_tokens), predicted ? [count(predicted), el("span", { class: "small quiet", text: ` ${percent(predicted, one.num_tokens)}` })] : count(predicted),
         deliveredCell(one.outcome ?? {}), seconds(one.outcome?.ttft_s), outcomeCell(one.outcome), one.reason,
       ];
     }),

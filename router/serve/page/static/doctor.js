@@ -4,7 +4,7 @@
 import { get } from "./api.js";
 import { copyButton } from "./copy.js";
 import { el, pill, show } from "./dom.js";
-import { count, decoded, route, seconds } from "./words.js";
+import { count, decoded, seconds } from "./words.js";
 
 // A report connects to every endpoint of the fleet, so the router makes at most one in this time for all open pages.
 export const DOCTOR_MS = 60_000;
@@ -48,23 +48,11 @@ async function explain(app, code) {
   app.changed();
 }
 
-/** The names of the workers that a finding is about. */
-export function workersOf({ subject }) {
-  const match = /^(workers?) (.+?)(?: \(rank (\d+)\) of .*)?$/.exec(subject);
-  if (!match) return [];
-  const [, noun, names, rank] = match;
-  if (noun === "workers") return names.split(" and ");
-  return [Number(rank) ? `${names}@${rank}` : names];
-}
+// A router of the former release names no workers and no model in its findings.
+const workersOf = ({ workers = [] }) => workers;
 
-/** Whether a finding is about this model, or about all of them. */
-function isOf(model, finding, workers) {
-  if (!model) return true;
-  if (finding.subject.startsWith("model ")) return finding.subject === `model ${model}` || finding.subject.startsWith(`model ${model} `);
-  const names = workersOf(finding);
-  const about = workers.filter((one) => names.includes(route(one)) || names.includes(one.worker_id));
-  return !about.length || about.some((one) => one.model === model);
-}
+/** Whether a finding is about this model, or about no model in particular. */
+const isOf = (model, finding) => !model || !finding.model || finding.model === model;
 
 /** Returns a text as nodes, with its parts in backticks as code elements. */
 const coded = (text) => text.split("`").map((part, i) => (i % 2 ? el("code", { text: part }) : part));
@@ -108,10 +96,26 @@ function fix(text) {
   return el("div", { class: "fix" }, shown);
 }
 
+const workerLink = (name, text) => el("a", { href: `#fleet/${encodeURIComponent(name)}`, "data-row": name, text });
+
+/** Returns the subject as a link to the worker's row. If there are several workers, each name in it is a link, and the names
+ * that are not in it follow. */
 function subject(finding) {
-  const [name, ...others] = workersOf(finding);
-  if (!name || others.length) return el("strong", { text: finding.subject });
-  return el("a", { href: `#fleet/${encodeURIComponent(name)}`, "data-row": name, text: finding.subject });
+  const names = workersOf(finding);
+  if (names.length === 1) return workerLink(names[0], finding.subject);
+  const parts = [];
+  const others = [];
+  let rest = finding.subject;
+  for (const name of names) {
+    const at = rest.indexOf(name, rest.indexOf(" "));
+    if (at < 0) {
+      others.push(others.length ? ", " : " (", workerLink(name, name));
+      continue;
+    }
+    parts.push(el("strong", { text: rest.slice(0, at) }), workerLink(name, name));
+    rest = rest.slice(at + name.length);
+  }
+  return [parts, el("strong", { text: rest }), others, others.length ? ")" : null];
 }
 
 const subjects = (list, hasOneFix) => el("ul", {}, list.map((one) => el("li", { "data-key": `${one.subject}/${one.evidence}` },
@@ -133,7 +137,7 @@ function card(code, list, tone) {
   const left = list.length - first.length - rest.length;
   return el("article", { class: `panel finding ${tone}`, "data-key": code, "data-code": code, "aria-label": `${code}: ${list[0].problem}` },
     el("h4", {}, el("code", { text: code }), ` ${list[0].problem[0].toUpperCase()}${list[0].problem.slice(1)}`,
-      list.length > 1 ? el("span", { class: "quiet", text: ` ${count(list.length)} times` }) : null),
+      list.length > 1 ? [" ", pill(`${count(list.length)} findings`, "")] : null),
     subjects(first, hasOneFix),
     rest.length ? el("details", { "data-key": "rest" }, el("summary", { text: `${count(rest.length + left)} more` }), subjects(rest, hasOneFix),
       left ? el("p", { class: "quiet", text: `${count(left)} more are not shown.` }) : null) : null,
@@ -156,7 +160,7 @@ function bySeverity(findings) {
 const named = () => decoded(location.hash.slice(1).split("?")[0].split("/").slice(1).join("/"));
 
 function update({ state }) {
-  const { diagnosis, workers, model, examined_ms } = state;
+  const { diagnosis, model, examined_ms } = state;
   const now = document.getElementById("doctor-now");
   document.getElementById("doctor-run").disabled = running;
   if (!diagnosis) {
@@ -164,7 +168,7 @@ function update({ state }) {
     return;
   }
   const name = named();
-  const ofModel = diagnosis.findings.filter((one) => isOf(model, one, workers));
+  const ofModel = diagnosis.findings.filter((one) => isOf(model, one));
   const shown = name ? ofModel.filter((one) => workersOf(one).includes(name)) : ofModel;
   const left = diagnosis.findings.length - ofModel.length;
   const checked = `${count(diagnosis.checks)} checks of ${count(diagnosis.workers)} ${diagnosis.workers === 1 ? "worker" : "workers"}`;

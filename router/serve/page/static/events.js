@@ -3,9 +3,11 @@
 
 import { Chart } from "./chart.js";
 import { el, pill, show, table, tiles } from "./dom.js";
-import { blocks, brief, clock, count, group, route, seconds } from "./words.js";
+import { blocks, brief, clock, count, group, middle, route, seconds } from "./words.js";
+import { NO_WORKER, recoveries } from "./workers.js";
 
 const KEPT = 300;
+const MOST_STREAMS = 20;
 const BLOCKS = new Set(["stored", "removed"]);
 const TYPES = ["stored", "removed", "cleared", "epoch", "gap", "resync", "state", "decision", "lost"];
 
@@ -54,13 +56,15 @@ function words(event) {
   }
 }
 
+const recovered = (worker) => recoveries(worker).reduce((sum, { number }) => sum + number, 0);
+
 let shown = new Set(TYPES);
 let paused = null;
 
 function update({ state }) {
   const { log, workers } = state;
   const gaps = workers.reduce((sum, one) => sum + one.gaps, 0);
-  const resyncs = workers.reduce((sum, one) => sum + one.recovery.replays + one.recovery.snapshots + one.recovery.relearned, 0);
+  const resyncs = workers.reduce((sum, one) => sum + recovered(one), 0);
   const lags = workers.map((one) => one.lag_ms).filter((lag) => lag !== null);
   show(document.getElementById("events-now"),
     log.lost ? el("p", { class: "notice warning", text: `Some events were missed: ${log.lost}` }) : null,
@@ -69,24 +73,24 @@ function update({ state }) {
       ["Gaps", count(gaps)], ["Recoveries", count(resyncs)],
       ["Blocks unaccounted for", count(workers.reduce((sum, one) => sum + one.recovery.ghost_blocks + one.recovery.lost_blocks, 0))],
     ]));
-  const troubled = [...workers].sort((a, b) => b.gaps - a.gaps || (b.lag_ms ?? 0) - (a.lag_ms ?? 0)).slice(0, 100);
+  const troubled = [...workers].sort((a, b) => b.gaps - a.gaps || (b.lag_ms ?? 0) - (a.lag_ms ?? 0)).slice(0, MOST_STREAMS);
   show(document.getElementById("events-workers"), table({
-    caption: "Streams, those with the most gaps first",
-    columns: [{ name: "Worker" }, ...["Lag", "Last event", "Batch", "Gaps", "Missed", "Replays", "Snapshots", "Learned again"].map((name) => ({ name, number: true }))],
+    caption: `${workers.length > MOST_STREAMS ? `${MOST_STREAMS} of ${count(workers.length)} streams` : "Streams"}, those with the most gaps first`, cards: true,
+    columns: [{ name: "Worker" }, ...["Lag", "Last event", "Batch", "Gaps", "Missed", "Recoveries"].map((name) => ({ name, number: true }))],
     keys: troubled.map((one) => `${one.model}/${route(one)}`),
-    rows: troubled.map((one) => [route(one), one.lag_ms === null ? "–" : seconds(one.lag_ms / 1000),
+    rows: troubled.map((one) => [middle(route(one)), one.lag_ms === null ? "–" : seconds(one.lag_ms / 1000),
       one.last_event_age_s === null ? "–" : `${seconds(one.last_event_age_s)} ago`, count(one.seq), count(one.gaps),
-      count(one.recovery.missed_batches), count(one.recovery.replays), count(one.recovery.snapshots), count(one.recovery.relearned)]),
-    empty: "No worker is registered.",
+      count(one.recovery.missed_batches), count(recovered(one))]),
+    empty: NO_WORKER,
   }));
   show(document.getElementById("events-counts"), [...log.counts].sort().map(([type, number]) => [pill(`${type} ${count(number)}`, ""), " "]),
     log.skipped ? el("span", { class: "quiet" }, `${count(log.skipped)} more decisions are not listed here; `, el("a", { href: "#decisions", text: "Decisions" }), " has all of them.") : null);
   const rows = (paused ?? log.last).filter((event) => shown.has(event.type)).slice(0, 100);
   show(document.getElementById("events-log"), table({
     caption: paused ? "The last 100, paused" : "The last 100, the newest first",
-    columns: [{ name: "Time" }, { name: "Event" }, { name: "Worker" }, { name: "What" }],
-    rows: rows.map((event) => [clock(event.time_s), event.type, event.worker_id === undefined ? "–" : route(event), words(event)]),
-    empty: log.connected ? "Nothing happens: an idle engine sends no events." : "Not connected.",
+    cards: true, columns: [{ name: "Time" }, { name: "Event" }, { name: "Worker" }, { name: "What" }],
+    rows: rows.map((event) => [clock(event.time_s), event.type, event.worker_id === undefined ? "–" : middle(route(event)), words(event)]),
+    empty: !log.connected ? "Not connected." : workers.length ? "Nothing happens: an idle engine sends no events." : NO_WORKER,
   }));
 }
 

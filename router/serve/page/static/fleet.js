@@ -5,12 +5,14 @@ import { copyButton } from "./copy.js";
 import { changes, el, meter, pill, show, tiles } from "./dom.js";
 import { Heatmap, MODES } from "./heatmap.js";
 import { brief, count, counted, decoded, middle, percent, seconds, tone } from "./words.js";
-import { NO_WORKER, inTrouble, modelsOf, workerRows } from "./workers.js";
+import { NO_WORKER, inTrouble, modelsOf, recoveries, workerRows } from "./workers.js";
 
 const MEDIA = ["GPU", "CPU", "STORAGE"];
 const MOST_ROWS = 100;
 const MOST_CARDS = 25;
 const MOST_NOTICES = 3;
+// How much of a long id is shown on a phone, so that the state is beside it.
+const SHORT_CHARS = 16;
 const narrow = matchMedia("(max-width: 760px)");
 
 const NOT_KNOWN = el("span", { class: "quiet", text: "–" });
@@ -23,7 +25,7 @@ const COLUMNS = [
   { id: "fill", name: "Cache", sorts: (row) => row.fill ?? row.held },
   { id: "requests", name: "Requests", number: true, sorts: (row) => row.requests },
   { id: "queued", name: "Queued tokens", short: "Queued", number: true, sorts: (row) => row.queued },
-  { id: "share", name: "Hit share", number: true, sorts: (row) => row.share },
+  { id: "share", name: "Hit share", short: "Hits", number: true, sorts: (row) => row.share },
   { id: "lag", name: "Lag", number: true, sorts: (row) => row.lag_s },
 ];
 
@@ -44,13 +46,14 @@ function residency(row) {
 
 function facts({ worker, load, capacity }) {
   const { recovery, reuse, tokens, engine_cache: cache } = worker;
+  const recovered = recoveries(worker).filter(({ number }) => number).map(({ how, number }) => `, ${counted(number, how)}`).join("");
   const lost = recovery.ghost_blocks + recovery.lost_blocks;
   return [
     ["Address", worker.url ? [`${worker.url} `, copyButton(worker.url, "the worker's address")] : "none"], ["Model", worker.model],
     ["State", `${worker.state.replaceAll("_", " ")} for ${seconds(worker.state_age_s)}${worker.draining ? ", draining" : ""}${worker.credited ? "" : ", earns no credit"}`],
     ["Engine", `${worker.engine}${worker.role === "both" ? "" : `, only ${worker.role}`}, ${worker.hash_scheme || "hash scheme not known yet"}`],
     ["Cache", capacity ? `${count(capacity)} blocks${cache.tokens ? `, ${count(cache.tokens)} tokens` : ""}` : "size not reported by the engine"],
-    ["Events", `${worker.last_event_age_s === null ? "none yet" : `last ${seconds(worker.last_event_age_s)} ago`}, ${counted(worker.gaps, "gap")}${lost ? `, ${count(lost)} blocks differed from a snapshot` : ""}`],
+    ["Events", `${worker.last_event_age_s === null ? "none yet" : `last ${seconds(worker.last_event_age_s)} ago`}, ${counted(worker.gaps, "gap")}${recovered}${lost ? `, ${count(lost)} blocks differed from a snapshot` : ""}`],
     ["Load", load ? `${counted(load.active_requests, "request")}, ${count(load.potential_prefill_tokens)} tokens queued${load.saturated ? ", saturated" : ""}${load.engine ? `; the engine reports ${count(load.engine.running)} running, ${count(load.engine.waiting)} waiting` : ""}` : "not known"],
     ["Speed", load?.prefill_rate ? `${brief(load.prefill_rate)} prompt tokens/s` : "not measured yet"],
     ["Predictions", reuse?.answers ? `${percent(reuse.delivered_tokens, reuse.predicted_tokens)} of predicted tokens reused, ${counted(reuse.answers, "answer")}` : "no answer yet"],
@@ -65,7 +68,7 @@ function details(row) {
     el("div", { class: "halves" },
       el("dl", { class: "facts" }, facts(row).map(([name, value]) => [el("dt", { text: name }), el("dd", {}, value)])),
       residency(row)),
-    el("p", {}, el("a", { href: `#doctor/${encodeURIComponent(row.worker.worker_id)}`, text: "The doctor's findings" }))));
+    el("p", {}, el("a", { href: `#doctor/${encodeURIComponent(row.id)}`, text: "The doctor's findings" }))));
 }
 
 function cache(row) {
@@ -85,7 +88,7 @@ function state(row) {
 function line(row, isMixed) {
   const isOpen = shown.open.has(row.key);
   const cells = {
-    worker: el("button", { class: "disclose", type: "button", "aria-expanded": String(isOpen), title: row.id, text: middle(row.id) }),
+    worker: el("button", { class: "disclose", type: "button", "aria-expanded": String(isOpen), title: row.id, text: middle(row.id, narrow.matches ? SHORT_CHARS : undefined) }),
     state: state(row), fill: cache(row), requests: some(row.requests, count), queued: some(row.queued, brief),
     share: some(row.share, (value) => percent(value, 1)), lag: some(row.lag_s, seconds),
   };
@@ -144,7 +147,7 @@ function summary({ loads, model }, rows) {
   return tiles([
     ["Workers live", `${count(rows.filter((row) => row.worker.state === "live").length)} of ${count(rows.length)}`],
     ["In trouble", count(inTrouble(rows).length)],
-    ["Cache filled", percent(held, capacity), capacity ? `${brief(held)} of ${brief(capacity)} blocks` : "size not reported"],
+    ["Cache filled", percent(held, capacity), capacity ? `${brief(held)} of ${brief(capacity)} blocks` : rows.length ? "size not reported" : ""],
     ["Requests", count(sum((row) => row.requests)), "in flight"],
     ["Waiting", count(waiting), "prompts"],
   ]);

@@ -9,9 +9,9 @@ import { DOUBTED } from "./workers.js";
 
 const MOST_HEIGHT = 300;
 // Sizes of a cell, [width, height], the largest first. The first with which all workers fit is used.
-const SIZES = [[110, 26], [72, 24], [40, 20], [24, 18], [16, 14], [12, 10], [9, 8], [7, 6], [5, 5]];
+const SIZES = [[110, 26], [72, 24], [48, 20], [24, 18], [16, 14], [12, 10], [9, 8], [7, 6], [5, 5]];
 // A cell that is at least this wide shows its value, and the worker's id below it.
-const TEXT_WIDTH = 40;
+const TEXT_WIDTH = 48;
 const GAP = 1;
 const BELOW = 7;
 const ID_HEIGHT = 18;
@@ -190,12 +190,34 @@ export class Heatmap {
     pen.fillText(text, align === "center" ? x + this.at.cellWidth / 2 : x, y, align === "center" ? this.at.cellWidth : undefined);
   }
 
+  /** Labels the cells of each line of columns, except those that stand for other groups in other columns of the line. */
   drawLabels(pen) {
     const { cellHeight, across, lineHeight } = this.at;
     for (let first = 0; first < this.rows.length; first += across) {
-      [WHOLE, ...this.rows[first].groups.map((one) => one.name)].forEach((name, j) =>
-        this.writeIn(pen, this.look.text, name, 0, (first / across) * lineHeight + j * (cellHeight + GAP) + cellHeight / 2, "left"));
+      const line = this.rows.slice(first, first + across);
+      for (let j = 0; j < this.depth; j += 1) {
+        const names = new Set(line.filter((row) => row.groups.length >= j).map((row) => (j ? row.groups[j - 1].name : WHOLE)));
+        if (names.size === 1) this.writeIn(pen, this.look.text, [...names][0], 0, (first / across) * lineHeight + j * (cellHeight + GAP) + cellHeight / 2, "left");
+      }
     }
+  }
+
+  /** Returns the order of the cells in a column, for each model whose groups differ from those of the others. */
+  order() {
+    const models = new Map();
+    for (const row of this.rows) {
+      const groups = row.groups.map((one) => `${one.name} ${one.kind}`.trim());
+      const { model } = row.worker;
+      // A worker that has shown only some of its groups yet does not stand for its model.
+      if (groups.length > (models.get(model)?.length ?? 0)) models.set(model, groups);
+    }
+    const orders = new Map();
+    for (const [model, groups] of models) {
+      const text = [WHOLE, ...groups].join(", ");
+      orders.set(text, [...(orders.get(text) ?? []), middle(model)]);
+    }
+    if (orders.size < 2) return [...orders.keys()].join("");
+    return [...orders].map(([text, names]) => `${names.join(" and ")}: ${text}`).join("; ");
   }
 
   summary() {
@@ -206,8 +228,7 @@ export class Heatmap {
   }
 
   drawNotes() {
-    const groups = this.rows[0].groups.map((one) => `${one.name} ${one.kind}`.trim());
-    const order = this.depth > 1 ? ` From the top: ${[WHOLE, ...groups].join(", ")}.` : "";
+    const order = this.depth > 1 ? ` From the top: ${this.order()}.` : "";
     const about = this.isRelative ? "Blocks held on the GPU; no engine reports how many it has" : MODES[this.mode].about;
     show(this.notes,
       el("span", { class: "scale", role: "img", "aria-label": `from ${this.write(0)} to ${this.write(this.most)}` }, `${this.write(0)} `,

@@ -20,13 +20,27 @@ const MISSING_REST_MS = 60_000;
 
 const NAMES = ["requests", "failed", "prompt_tokens", "delivered_tokens", "predicted_tokens", "possible_tokens", "chosen_tokens",
   "saved_s", "ttft_p50_s", "ttft_p95_s"];
+const REQUESTS = ["kvrouter_proxy_requests_total", "kvrouter_gateway_requests_total"];
 const ANSWERS = "kvrouter_proxy_answers_total";
 const COUNTERS = {
-  requests: [ANSWERS], failed: [ANSWERS, (labels) => labels.outcome !== "ok"],
-  predicted_tokens: ["kvrouter_predicted_cached_tokens_total"], delivered_tokens: ["kvrouter_delivered_cached_tokens_total"],
-  possible_tokens: ["kvrouter_achievable_hit_tokens_total"], chosen_tokens: ["kvrouter_chosen_hit_tokens_total"],
+  predicted_tokens: "kvrouter_predicted_cached_tokens_total", delivered_tokens: "kvrouter_delivered_cached_tokens_total",
+  possible_tokens: "kvrouter_achievable_hit_tokens_total", chosen_tokens: "kvrouter_chosen_hit_tokens_total",
 };
-export const HISTORY_METRICS = [...new Set(Object.values(COUNTERS).map(([name]) => name))];
+// The outcomes that the history counts as failures. It also counts refusals with a status of 500 or more, which no counter
+// tells from others.
+const FAILURES = new Set(["server_error", "cut", "unreachable", "bug"]);
+export const HISTORY_METRICS = [...REQUESTS, ANSWERS, ...Object.values(COUNTERS)];
+
+/** Returns the sums that the counters have reached. Requests are counted by model only if an engine's answer was complete. */
+function reached(metrics, model) {
+  const samples = (name) => metrics.get(name).filter(([labels]) => !model || labels.model === model);
+  // A gateway's requests without a prompt have the outcome "passed", and are in no history.
+  const requests = (model ? [ANSWERS] : REQUESTS).flatMap(samples).filter(([labels]) => labels.outcome !== "passed");
+  return {
+    requests: total(requests), failed: total(requests, (labels) => FAILURES.has(labels.outcome)),
+    ...Object.fromEntries(Object.entries(COUNTERS).map(([name, metric]) => [name, total(samples(metric))])),
+  };
+}
 
 const nothing = () => ({ time_s: [], series: Object.fromEntries(NAMES.map((name) => [name, []])), step_s: 1 });
 
@@ -38,14 +52,12 @@ class OwnHistory {
   }
 
   add(time_s, metrics, model) {
-    const totals = Object.entries(COUNTERS).map(([name, [metric, where = () => true]]) =>
-      [name, total(metrics.get(metric), (labels) => (!model || labels.model === model) && where(labels))]);
+    const totals = reached(metrics, model);
     if (this.before?.model === model) {
       const { time_s: times, series } = this.lines;
       times.push(time_s);
       // A counter that became smaller belongs to a router that was restarted.
-      const grown = new Map(totals.map(([name, value], i) => [name, Math.max(0, value - this.before.totals[i][1])]));
-      for (const name of NAMES) series[name].push(grown.get(name) ?? null);
+      for (const name of NAMES) series[name].push(name in totals ? Math.max(0, totals[name] - this.before.totals[name]) : null);
       this.lines.step_s = time_s - this.before.time_s;
       if (times.length > KEPT) [times, ...Object.values(series)].forEach((column) => column.shift());
     } else {
@@ -151,16 +163,17 @@ export class History {
     return sums(this.shown);
   }
 
-  /** The sums of the last minute and of the last hour. Percentiles of the minute are those of its last step. */
+  /** The sums of the last minute and of the last hour. Percentiles are known only if the router states them. */
   get now() {
     const lines = (this.isKept ? this.hour : this.own.lines) ?? nothing();
+    const { last_minute: minute } = lines;
     const recent = cut(lines, (lines.time_s.at(-1) ?? 0) + lines.step_s - NOW_S);
-    return { minute: sums(recent), hour: lines.totals ?? sums(lines) };
+    return { minute: minute ? { ...minute, length_s: NOW_S } : sums(recent), hour: lines.totals ?? sums(lines) };
   }
 }
 
+/** Returns the sums of lines. The percentiles of their steps cannot be added. */
 function sums(lines) {
-  const found = Object.fromEntries(Object.entries(lines.series).filter(([name]) => !name.startsWith("ttft")).map(([name, column]) => [name, sum(column)]));
-  for (const name of ["ttft_p50_s", "ttft_p95_s"]) found[name] = lines.series[name].findLast((value) => value !== null) ?? null;
-  return { ...found, length_s: lines.time_s.length * lines.step_s };
+  const added = Object.entries(lines.series).filter(([name]) => !name.startsWith("ttft")).map(([name, column]) => [name, sum(column)]);
+  return { ...Object.fromEntries(added), length_s: lines.time_s.length * lines.step_s };
 }

@@ -14,7 +14,7 @@ const MOST_FAILED = 0.05;
 const CHART = { height: 150 };
 
 const charts = {
-  requests: new Chart("Requests", "per second", [["all", "--held"], ["failed", "--failed"]], { ...CHART, write: rate, least: 0.1 }),
+  requests: new Chart("Requests", "per second", [["all", "--held"], ["failed", "--failed"]], { ...CHART, write: (value) => rate(value ?? 0), least: 0.1 }),
   reused: new Chart("Prompt tokens reused", "", [["reused", "--held-cpu"]], { ...CHART, write: (value) => (value === null ? "–" : `${Math.round(value)} %`), least: 100 / 1.1 }),
   first: new Chart("First token", "", [["p95", "--part-queued"], ["p50", "--held"]], { ...CHART, write: seconds, least: 0.01 }),
   saved: new Chart("Prefill saved", "tokens per second", [["saved", "--held"]], CHART),
@@ -22,11 +22,14 @@ const charts = {
 
 const quotient = (part, all, factor = 1) => (all ? (factor * part) / all : null);
 
+/** Leaves out zeros, except those beside another value, so that no line of failures is drawn where there are none. */
+const withoutZeros = (column) => column.map((value, i) => (value || column[i - 1] || column[i + 1] ? value : null));
+
 /** Draws the charts from the sums of each step. */
 function drawCharts({ time_s, from_s, to_s, step_s, series }) {
   const when = { time_s, from_s, to_s };
   const perSecond = (column) => column.map((value) => (value === null ? null : value / step_s));
-  charts.requests.set(when, [perSecond(series.requests), perSecond(series.failed)]);
+  charts.requests.set(when, [perSecond(series.requests), withoutZeros(perSecond(series.failed))]);
   charts.reused.set(when, [series.prompt_tokens.map((value, i) => quotient(series.delivered_tokens[i], value, 100))]);
   charts.first.set(when, [series.ttft_p95_s, series.ttft_p50_s]);
   charts.saved.set(when, [perSecond(series.delivered_tokens)]);
@@ -45,7 +48,7 @@ function tiles(state) {
   return el("ul", { class: "tiles" },
     tile("decisions", "Requests per second", rate(quotient(minute.requests, minute.length_s)), inHour(count(hour.requests))),
     tile("reuse", "Prompt tokens reused", percent(minute.delivered_tokens, minute.prompt_tokens), inHour(percent(hour.delivered_tokens, hour.prompt_tokens))),
-    tile("fleet", "First token, p50", seconds(minute.ttft_p50_s), inHour(`p95 ${seconds(minute.ttft_p95_s)}; p95 ${seconds(hour.ttft_p95_s)}`)),
+    tile("fleet", "First token, p50", seconds(minute.ttft_p50_s), hour.requests ? `p95 ${seconds(minute.ttft_p95_s)}. Last hour: ${seconds(hour.ttft_p50_s)}, p95 ${seconds(hour.ttft_p95_s)}` : inHour("")),
     tile("decisions?only=failed", "Requests failed", percent(minute.failed, minute.requests), inHour(percent(hour.failed, hour.requests)), urgency(quotient(minute.failed, minute.requests))),
     tile("reuse", "Prefill saved, last hour", `≈ ${brief(saved)}`, `tokens of prefill${hour.saved_s ? `, ${seconds(hour.saved_s)} of engine time` : ""}`),
     tile("fleet/trouble", "Workers in trouble", count(troubled.length), `of ${counted(rows.length, "worker")}`, isBroken ? "bad" : troubled.length ? "warn" : ""));

@@ -5,10 +5,17 @@ import { key, post } from "./api.js";
 import { costs } from "./bars.js";
 import { copyButton } from "./copy.js";
 import { el, pill, show } from "./dom.js";
+import { NO_WORKER } from "./workers.js";
 import { blocks, count, group, percent, route, tiers, tiersOf, tone } from "./words.js";
 
 const EXAMPLES = { text: "Once upon a time", chat: '[{"role": "user", "content": "Hello"}]', tokens: "2, 105, 2364, 107" };
 
+// How many workers are shown at first, and how many more by each click.
+const SHOWN = 8;
+const MORE = 50;
+const MEDIA = ["GPU", "CPU", "STORAGE"];
+
+let shownWorkers = SHOWN;
 let answer = null;
 let problem = "";
 let busy = false;
@@ -65,6 +72,7 @@ async function ask(app, form) {
       post("/query", { model, token_ids, explain: true, held: true, ...more }, app.signal),
       post("/select", { model, token_ids, explain: true, dry_run: true, ...more }, app.signal).catch((error) => ({ problem: error.message })),
     ]);
+    shownWorkers = SHOWN;
     answer = { token_ids, query, choice, curl: curlOf({ ...given, model, explain: true, dry_run: true, ...more }) };
     problem = "";
   } catch (error) {
@@ -99,7 +107,7 @@ function worker(name, instance, length, state) {
   const known = state.workers.find((one) => one.worker_id === name);
   const kinds = new Map((known?.catalog?.groups ?? []).map((one) => [one.group_idx, one.kind.replaceAll("_", " ")]));
   const alone = new Map((instance.groups ?? []).map((one) => [one.group_idx, one.covered]));
-  const held = instance.held ?? [];
+  const held = [...instance.held ?? []].sort((a, b) => a.group_idx - b.group_idx || MEDIA.indexOf(a.medium) - MEDIA.indexOf(b.medium));
   return el("section", { class: "panel", "data-key": name, "data-worker": name, "aria-label": `Worker ${name}` },
     el("h3", {}, name, " ", pill(instance.state.replaceAll("_", " "), tone(instance.state))),
     el("p", {}, `Reuses ${count(instance.longest_matched)} of ${count(length)} tokens (${percent(instance.longest_matched, length)}): `,
@@ -117,7 +125,10 @@ function worker(name, instance, length, state) {
 function update({ state }) {
   const models = [...new Set(state.workers.map((one) => one.model))].sort();
   show(document.getElementById("prompt-models"), models.map((name) => el("option", { value: name, text: name })));
+  const none = state.health && !models.length;
+  document.getElementById("prompt-ask").disabled = none;
   show(document.getElementById("prompt-problem"), problem ? el("p", { class: "notice", text: problem }) : null,
+    none ? el("p", { class: "notice warning", text: NO_WORKER }) : null,
     busy ? el("p", { text: "Asking…" }) : null);
   const pane = document.getElementById("prompt-answer");
   pane.ariaBusy = String(busy);
@@ -127,15 +138,18 @@ function update({ state }) {
   }
   const { query, choice, token_ids, curl } = answer;
   const length = token_ids.length;
-  const names = Object.keys(query.instances).sort((a, b) =>
-    query.instances[b].longest_matched - query.instances[a].longest_matched || a.localeCompare(b));
+  const chosen = choice.problem ? "" : route(choice);
+  const names = Object.keys(query.instances).sort((a, b) => (b === chosen) - (a === chosen)
+    || query.instances[b].longest_matched - query.instances[a].longest_matched || a.localeCompare(b, "en", { numeric: true }));
+  const left = names.length - shownWorkers;
   show(pane,
     el("section", { class: "panel", "aria-label": "Choice" },
-      el("h3", { text: choice.problem ? "No worker would get it" : `It would go to ${choice.worker_id}` }),
-      el("p", { text: choice.problem ?? choice.reason }), choice.candidates ? costs(choice.candidates, route(choice), state.workers) : null,
+      el("h3", { text: choice.problem ? "No worker would get it" : `It would go to ${chosen}` }),
+      el("p", { text: choice.problem ?? choice.reason }), choice.candidates ? costs(choice.candidates, chosen, state.workers) : null,
       el("details", {}, el("summary", { text: "The same from a terminal" }), el("div", { class: "command" }, el("code", { text: curl }), copyButton(curl, "the command")))),
     el("p", { class: "quiet", text: `${count(length)} tokens. Each bar is the whole prompt. Its coloured part is cached in that group; the mark is the longest hit that this group alone would allow. A group with a window needs only the end of it.` }),
-    names.map((name) => worker(name, query.instances[name], length, state)));
+    names.slice(0, shownWorkers).map((name) => worker(name, query.instances[name], length, state)),
+    left > 0 ? el("p", {}, el("button", { type: "button", class: "second", id: "prompt-more", text: `Show ${count(Math.min(left, MORE))} more of ${count(left)} workers` })) : null);
 }
 
 export const prompt = {
@@ -158,8 +172,12 @@ export const prompt = {
     el("fieldset", {}, el("legend", { class: "small quiet", text: "The prompt is" }), [["text", "text"], ["chat", "chat messages, in JSON"], ["tokens", "token ids"]].map(([value, text], i) =>
       el("label", {}, el("input", { type: "radio", name: "kind", value, checked: i === 0 }), ` ${text}`))),
     el("label", {}, el("span", { text: "Prompt" }), el("textarea", { name: "text", required: true, spellcheck: "false", placeholder: EXAMPLES.text })),
-    el("button", { type: "submit", text: "Show where it is cached" }), el("span", { class: "quiet small", text: " Nothing is sent to an engine." }));
-    root.append(el("h2", { text: "Prompt" }), form, el("div", { id: "prompt-problem", role: "alert" }), el("div", { id: "prompt-answer", "aria-live": "polite" }));
+    el("button", { type: "submit", id: "prompt-ask", text: "Show where it is cached" }), el("span", { class: "quiet small", text: " Nothing is sent to an engine." }));
+    root.append(el("h2", { text: "Prompt" }), form, el("div", { id: "prompt-problem", role: "alert" }), el("div", { id: "prompt-answer", "aria-live": "polite", on: { click: (event) => {
+      if (event.target.id !== "prompt-more") return;
+      shownWorkers += MORE;
+      app.changed();
+    } } }));
   },
   update,
 };

@@ -31,6 +31,9 @@ const LOST_WORDS = {
   state: "it was down, draining, or behind an open breaker",
   load: "it was saturated, slow, or had too much to do",
   affinity: "the session, or a prompt that begins alike, was elsewhere",
+  temperature: "the choice was partly random (setting temperature)",
+  policy: "a policy other than kv chose",
+  memory: "what the prompt pushes out of that cache is worth more than the reuse",
   tier: "loading from its lower tier takes longer than computing",
 };
 
@@ -65,7 +68,7 @@ function drawHistory({ history }) {
   // A choice that is made while a step ends may be counted in only one of the two sums.
   const chosen = Math.min(sums.chosen_tokens, sums.possible_tokens);
   show(document.getElementById("reuse-now"), tiles([
-    ["Prompt tokens reused", percent(sums.delivered_tokens, sums.prompt_tokens), `${brief(sums.delivered_tokens)} of ${brief(sums.prompt_tokens)}`],
+    ["Prompt tokens reused", percent(sums.delivered_tokens, sums.prompt_tokens), sums.prompt_tokens ? `${brief(sums.delivered_tokens)} of ${brief(sums.prompt_tokens)}` : "No prompt yet."],
     ["Predicted for the same answers", brief(sums.predicted_tokens), "tokens"],
     ["Chosen of what was possible", percent(chosen, sums.possible_tokens), sums.possible_tokens ? `of ${brief(sums.possible_tokens)} tokens` : "No prompt yet."],
     ["Prefill saved", `≈ ${brief(sums.delivered_tokens)}`, `tokens of prefill${sums.saved_s ? `, ${seconds(sums.saved_s)} of engine time` : ""}`],
@@ -145,7 +148,7 @@ export const reuse = {
       el("h3", { class: "part", text: "Since the router started" }), el("div", { id: "reuse-totals" }),
       el("div", { class: "columns" },
         el("section", { class: "panel" }, el("h4", { text: "Predictions and answers" }), el("div", { id: "reuse-errors" }),
-          el("p", { class: "quiet", text: "Predicted: what the worker held when it was chosen. Expected: with what prompts ahead of it leave." })),
+          el("p", { class: "quiet note", text: "Predicted: what the worker held when it was chosen. Expected: with what prompts ahead of it leave." })),
         el("section", { class: "panel" }, el("h4", { text: "Reuse that was not taken" }), el("div", { id: "reuse-lost" }))),
       el("section", { class: "panel" }, el("h4", { text: "Workers" }), el("div", { id: "reuse-workers" }),
         el("button", { type: "button", class: "second", id: "reuse-more", on: { click: () => {

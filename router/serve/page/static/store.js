@@ -27,7 +27,7 @@ function update({ state: { store } }) {
       el("section", { class: "panel" }, table({
         caption: "Servers of the store", cards: true,
         columns: [{ name: "Address" }, { name: "Memory" }, { name: "Eviction" }, { name: "Persistence" }, { name: "Failing" }],
-        rows: store.servers.map((one) => [one.address || "it does not say",
+        rows: store.servers.map((one) => [el("span", { class: "path", text: one.address || "it does not say" }),
           one.used_bytes === null ? "not known" : `${bytes(one.used_bytes)} of ${bytes(one.limit_bytes)} (${percent(one.used_bytes, one.limit_bytes)})`,
           one.policy || "not known", `append-only file ${one.appends === null ? "not known" : one.appends ? "on" : "off"}, snapshots ${one.save === null ? "not known" : one.save || "off"}`,
           one.failing || "nothing"]),

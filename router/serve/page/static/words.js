@@ -7,7 +7,10 @@ const tenths = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
 const short = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
 
 export const count = (value) => (value === null || value === undefined ? "–" : whole.format(value));
-export const brief = (value) => (value === null || value === undefined ? "–" : short.format(value));
+export function brief(value) {
+  if (value === null || value === undefined) return "–";
+  return (value < 1 ? some : short).format(value);
+}
 /** Nearly all is never shown as all, nor next to nothing as nothing. */
 export function percent(part, all) {
   if (!all) return "–";

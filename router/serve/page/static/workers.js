@@ -14,6 +14,10 @@ export const NO_WORKER = "No worker is registered: start with --worker, or run k
 
 const collator = new Intl.Collator("en", { numeric: true });
 
+/** Returns how a worker's stream recovered after gaps: [{how, number}] of each way. */
+export const recoveries = ({ recovery }) => [["replay", recovery.replays], ["snapshot", recovery.snapshots], ["relearning", recovery.relearned]]
+  .map(([how, number]) => ({ how, number }));
+
 /** Returns the sentences about a worker, without those that only repeat another. */
 function reasons(worker) {
   const kept = [];
