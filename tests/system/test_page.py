@@ -345,6 +345,18 @@ def test_names_of_workers_are_text_and_never_markup(chromium: Browser, tmp_path:
             assert name in tab.open("prompt").inner_text("#prompt-models")
 
 
+def find_a_dead_engine(page: Page, router: RouterProcess) -> None:
+    """Register a worker whose engine is gone, so that the doctor has something to show."""
+    router.request("POST", "/register", {"worker_id": "w3", "model": MODEL, "url": "http://127.0.0.1:9"})
+
+    def is_found() -> bool:
+        page.click("#doctor-run:enabled")
+        page.wait_for_selector("#doctor-run:enabled")
+        return page.locator("[data-code=KV101]").count() == 1
+
+    until(is_found, "the doctor finds the engine that is gone")
+
+
 @pytest.mark.skipif("PAGE_IMAGES" not in os.environ, reason="pictures are made on demand")
 @pytest.mark.parametrize(
     ("name", "width", "scheme"), [("light", 1280, "light"), ("dark", 1280, "dark"), ("phone", 360, "light")]
@@ -363,12 +375,18 @@ def test_every_view_is_pictured(chromium: Browser, router: RouterProcess, name: 
             if view == "prompt":
                 ask_tokens(page, most_held(router))
                 page.wait_for_selector("[data-place]")
+            if view == "doctor":
+                find_a_dead_engine(page, router)
             if view in ("overview", "reuse", "events"):
                 page.wait_for_timeout(20_000)
             page.evaluate("scrollTo(0, 0)")
             path = folder / f"page-{view}-{name}.png"
             page.screenshot(path=path, full_page=view == "prompt" and name != "phone")
+            if view == "doctor":
+                router.request("DELETE", "/workers/w3")
             # Make the file as small as it can be without looking different.
             with Image.open(path) as picture:
-                few = picture.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+                few = picture.convert("RGB").quantize(
+                    256, Image.Quantize.MAXCOVERAGE, kmeans=2, dither=Image.Dither.NONE
+                )
             few.save(path, optimize=True)

@@ -377,9 +377,10 @@ def test_a_prompt_that_many_workers_could_take_shows_a_few_at_first(tab: Browser
         body["instances"] = {f"w{number}": instance for number in range(100)}
         route.fulfill(content_type="application/json", body=json.dumps(body))
 
+    workers = router.request("GET", "/workers")["workers"]
     tab.page.route("**/query", many)
     page = tab.open("prompt")
-    page.select_option("#prompt-models", "sim")
+    page.select_option("#prompt-models", next(row["model"] for row in workers if row["state"] == "live"))
     page.check("input[value=tokens]")
     page.fill("textarea", "7, 7, 7")
     page.click("#prompt-ask")

@@ -8,6 +8,8 @@ import { NO_WORKER, recoveries } from "./workers.js";
 
 const KEPT = 300;
 const MOST_STREAMS = 20;
+// How much of a worker's id the tables show.
+const ID_CHARS = 20;
 const BLOCKS = new Set(["stored", "removed"]);
 const TYPES = ["stored", "removed", "cleared", "epoch", "gap", "resync", "state", "decision", "lost"];
 
@@ -78,7 +80,7 @@ function update({ state }) {
     caption: `${workers.length > MOST_STREAMS ? `${MOST_STREAMS} of ${count(workers.length)} streams` : "Streams"}, those with the most gaps first`, cards: true,
     columns: [{ name: "Worker" }, ...["Lag", "Last event", "Batch", "Gaps", "Missed", "Recoveries"].map((name) => ({ name, number: true }))],
     keys: troubled.map((one) => `${one.model}/${route(one)}`),
-    rows: troubled.map((one) => [middle(route(one)), one.lag_ms === null ? "–" : seconds(one.lag_ms / 1000),
+    rows: troubled.map((one) => [middle(route(one), ID_CHARS), one.lag_ms === null ? "–" : seconds(one.lag_ms / 1000),
       one.last_event_age_s === null ? "–" : `${seconds(one.last_event_age_s)} ago`, count(one.seq), count(one.gaps),
       count(one.recovery.missed_batches), count(recovered(one))]),
     empty: NO_WORKER,
@@ -89,7 +91,7 @@ function update({ state }) {
   show(document.getElementById("events-log"), table({
     caption: paused ? "The last 100, paused" : "The last 100, the newest first",
     cards: true, columns: [{ name: "Time" }, { name: "Event" }, { name: "Worker" }, { name: "What" }],
-    rows: rows.map((event) => [clock(event.time_s), event.type, event.worker_id === undefined ? "–" : middle(route(event)), words(event)]),
+    rows: rows.map((event) => [clock(event.time_s), event.type, event.worker_id === undefined ? "–" : middle(route(event), ID_CHARS), words(event)]),
     empty: !log.connected ? "Not connected." : workers.length ? "Nothing happens: an idle engine sends no events." : NO_WORKER,
   }));
 }

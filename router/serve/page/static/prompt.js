@@ -172,7 +172,7 @@ export const prompt = {
     el("fieldset", {}, el("legend", { class: "small quiet", text: "The prompt is" }), [["text", "text"], ["chat", "chat messages, in JSON"], ["tokens", "token ids"]].map(([value, text], i) =>
       el("label", {}, el("input", { type: "radio", name: "kind", value, checked: i === 0 }), ` ${text}`))),
     el("label", {}, el("span", { text: "Prompt" }), el("textarea", { name: "text", required: true, spellcheck: "false", placeholder: EXAMPLES.text })),
-    el("button", { type: "submit", id: "prompt-ask", text: "Show where it is cached" }), el("span", { class: "quiet small", text: " Nothing is sent to an engine." }));
+    el("button", { type: "submit", id: "prompt-ask", text: "Show where it is cached" }), el("span", { class: "quiet small", text: "Nothing is sent to an engine." }));
     root.append(el("h2", { text: "Prompt" }), form, el("div", { id: "prompt-problem", role: "alert" }), el("div", { id: "prompt-answer", "aria-live": "polite", on: { click: (event) => {
       if (event.target.id !== "prompt-more") return;
       shownWorkers += MORE;
