@@ -106,6 +106,28 @@ def test_the_last_of_continuous_usages_counts() -> None:
         assert router.placer.placed[0].output_tokens == 3
 
 
+ZEROS = usage(0, prompt=0, completion=0)
+# A stream of one event with a usage, and of what engines and gateways write around it.
+AROUND_USAGE = [
+    b': {"usage": {}}\n\n' + b"".join(events(usage(PREDICTED))[:1]) + b': {"usage": {}}\n\n',
+    b"".join(events(None, usage(PREDICTED), ZEROS)),
+    b"".join(events(usage(1), usage(2), usage(PREDICTED))).replace(b"\n", b"\r\n"),
+    b"".join([*events(None, usage(PREDICTED))[:2], b'data: {"choices": [], "usage": null}\n\n']),
+    b"".join(events(ZEROS, usage(PREDICTED))[:2]),
+]
+
+
+@pytest.mark.parametrize("raw", AROUND_USAGE, ids=["comments", "zeros", "lines-crlf", "null", "without-done"])
+@pytest.mark.parametrize("piece_bytes", [1, 7, 100_000])
+def test_a_prediction_is_verified_once_whatever_a_stream_has_around_its_usage(raw: bytes, piece_bytes: int) -> None:
+    pieces = [raw[at : at + piece_bytes] for at in range(0, len(raw), piece_bytes)]
+    with fleet(stream(pieces)) as (router, _):
+        assert router.post(COMPLETIONS, TOKENS | {"stream": True})[2] == raw
+        until(lambda: counted(router) == {"exact": 1}, "it is counted")
+        assert router.sample("delivered_cached_tokens_total", worker="w0") == PREDICTED
+        assert router.placer.placed[0].output_tokens == 4
+
+
 def test_the_responses_api_has_names_of_its_own() -> None:
     usage_ = {"input_tokens": 99, "output_tokens": 7, "input_tokens_details": {"cached_tokens": PREDICTED}}
     with fleet(plain(json.dumps({"object": "response", "usage": usage_, "user": None}).encode())) as (router, _):

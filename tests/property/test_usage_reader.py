@@ -10,9 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.router.observe.quality.usage_reader import MAX_USAGE_BYTES, Usage, UsageReader
+from kvrouter.router.observe.quality.usage_reader import MAX_CANDIDATES, MAX_USAGE_BYTES, Usage, UsageReader
 
 counts = st.integers(0, 2**31)
+# Events and comments without a usage that counts.
+ZEROS = {"prompt_tokens": 0, "total_tokens": 0, "completion_tokens": 0, "prompt_tokens_details": {"cached_tokens": 0}}
+WITHOUT_USAGE = (
+    ': ping {"usage": {}}',
+    ': "usage": {"prompt_tokens": 9, "completion_tokens": 9}',
+    ': a comment that is longer than what is kept of the last bytes: {"usage": {"prompt_tokens": 9}}',
+    'data: {"usage": {}}',
+    'data: {"usage": null}',
+    f'data: {{"usage": {json.dumps(ZEROS)}}}',
+    'data: {"usage": {"input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 3}}',
+)
 # Texts that look like usage.
 texts = st.lists(
     st.sampled_from(
@@ -24,7 +35,7 @@ texts = st.lists(
 @st.composite
 def usages(draw: st.DrawFn) -> tuple[dict[str, Any], Usage]:
     """Draw a usage object as an engine writes it, and the usage that it states."""
-    prompt, completion, cached = draw(counts), draw(st.none() | counts), draw(st.none() | counts)
+    prompt, completion, cached = draw(counts) + 1, draw(st.none() | counts), draw(st.none() | counts)
     if cached is not None and draw(st.booleans()):
         # Anthropic counts tokens that are read from the cache, and written to it, separately.
         written = draw(st.none() | counts)
@@ -77,7 +88,7 @@ def streams(draw: st.DrawFn) -> tuple[bytes, Usage | None, int]:
             event["usage"], usage = draw(usages())
         parts.append("data: " + json.dumps(event, ensure_ascii=draw(st.booleans())) + end)
         if draw(st.booleans()):
-            parts.append(": ping" + end)
+            parts.append(draw(st.sampled_from([": ping", *WITHOUT_USAGE[:3]])) + end)
     if with_usage == "last":
         body, usage = draw(usages())
         parts.append("data: " + json.dumps({"choices": [], "usage": body}) + end)
@@ -108,6 +119,36 @@ def test_a_whole_answer_is_read_alike_however_it_is_cut(data: st.DataObject) -> 
     assert read(data.draw(cuts(raw)))[0] == expected
 
 
+@pytest.mark.parametrize("end", ["\n\n", "\r\n\r\n"])
+@pytest.mark.parametrize("done", ["", "data: [DONE]"])
+@pytest.mark.parametrize("after", ["", *WITHOUT_USAGE])
+def test_the_last_usage_that_counts_is_read_wherever_the_stream_is_cut(end: str, done: str, after: str) -> None:
+    first, last = usage_event(7), usage_event(99)
+    # As many candidates as may follow the last usage that counts, and more comments.
+    tail = [after + end] * (MAX_CANDIDATES - 1 if after.startswith("data") else MAX_CANDIDATES + 1)
+    if not after:
+        tail = []
+    raw = "".join([": keep-alive" + end, first + end, 'data: {"usage": null}' + end, last + end, *tail]).encode()
+    raw += (done + end).encode() if done else b""
+    events = 3 + len(tail) * after.startswith("data")
+    expected = (Usage(99, 4, 96), events)
+    for at in range(len(raw) + 1):
+        assert read([[raw[:at]], [raw[at:]]])[:2] == expected, raw[:at]
+    assert read([[raw[at : at + 1]] for at in range(len(raw))])[:2] == expected
+
+
+def usage_event(prompt_tokens: int) -> str:
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 96}}
+    return "data: " + json.dumps({"choices": [], "usage": usage})
+
+
+def test_a_line_of_an_answer_that_is_no_stream_is_no_comment() -> None:
+    raw = b'{"usage"\n:{"prompt_tokens": 3, "x": 1}, "y"\n: {"usage": {"prompt_tokens": 4}}}'
+    reader = UsageReader(streams=False)
+    reader.feed([raw])
+    assert reader.usage() == Usage(4)
+
+
 @given(st.lists(st.binary(max_size=60) | st.sampled_from([b'"usage"', b'"usage":{', b"{}", b'{"prompt_tokens":'])))
 def test_whatever_comes_nothing_breaks(parts: list[bytes]) -> None:
     assert read([parts])[:2] == read([[part] for part in parts])[:2] == read([[b"".join(parts)]])[:2]
@@ -121,6 +162,9 @@ def test_whatever_comes_nothing_breaks(parts: list[bytes]) -> None:
         b'"usage":{"prompt_tokens":"9"}',
         b'"usage":{"prompt_tokens":true}',
         b'"usage":{"prompt_tokens":-1}',
+        b'"usage":{"prompt_tokens":0,"completion_tokens":5}',
+        b'"usage":{"input_tokens":0,"cache_creation_input_tokens":0,"cache_read_input_tokens":0}',
+        b': "usage":{"prompt_tokens":1}',
         b'"usage":{"prompt_tokens":1e3}',
         b'"usage":{"completion_tokens":1}',
         b'"usage":{"prompt_tokens":' + b"9" * 4_000 + b"}",

@@ -3,7 +3,8 @@
 
 No event is decoded. The bytes after each key `usage` are kept, a few candidates at most, and the last one that is a
 usage counts, since an answer may have others: a tool's schema, one in every event. It does not matter where the bytes
-are cut. Text within the answer cannot be taken for the key, because its quotes are escaped.
+are cut. Text within the answer cannot be taken for the key, because its quotes are escaped; a stream's comments can,
+and are passed over.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ DONE = (b"[DONE]", b'message_stop"}')
 ERROR_EVENT = b'\ndata: {"error"'
 # The part of an error event that is kept; an engine's error may contain a whole field of a request.
 MAX_ERROR_BYTES = 4_096
+# A line of a stream that begins with this is a comment, as keep-alive messages are.
+COMMENT = b":"
+_LINE_END = ord("\n")
 # Quotes within the message are escaped.
 _SERVER_ERROR = re.compile(rb'(?<!\\)"code": ?5\d\d\b')
 # More tokens than a prompt can have: not a real count.
@@ -54,13 +58,15 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
 class UsageReader:
     """The reader of one answer: `feed` it in order, then read `usage` and `events`."""
 
-    __slots__ = ("_begun", "_candidates", "_error", "_streams", "_tail", "_value")
+    __slots__ = ("_begun", "_candidates", "_error", "_in_comment", "_streams", "_tail", "_value")
 
     def __init__(self, *, streams: bool) -> None:
         """Create a reader. `streams` means that the answer has events to count."""
         self._streams = streams
         # A stream's first line has no line end before it.
         self._tail = b"\n"
+        # Whether the line that the next bytes continue is a comment, unless its beginning is in the tail.
+        self._in_comment = False
         self._begun = 0
         # The bytes after the last key, up to MAX_USAGE_BYTES, and those after the keys before it.
         self._value: bytearray | None = None
@@ -75,14 +81,18 @@ class UsageReader:
         window = b"".join((tail, *parts))
         key = window.find(KEY, max(0, fresh - len(KEY) + 1))
         while key >= 0:
-            self._keep(window, fresh, key)
-            self._settle()
-            self._value, fresh = bytearray(), key + len(KEY)
-            key = window.find(KEY, fresh)
+            end = key + len(KEY)
+            if not (self._streams and self._is_comment(window, key)):
+                self._keep(window, fresh, key)
+                self._settle()
+                self._value, fresh = bytearray(), end
+            key = window.find(KEY, end)
         self._keep(window, fresh, len(window))
         self._tail = window[-TAIL_BYTES:]
         if not self._streams:
             return 0
+        if window[-1] != _LINE_END:
+            self._in_comment = self._is_comment(window, len(window))
         events = window.count(EVENT, max(0, len(tail) - len(EVENT) + 1))
         self._begun += events
         # Search from the end: it takes half the time in an event of some hundred bytes.
@@ -92,6 +102,11 @@ class UsageReader:
         elif self._error is not None:
             self._error += window[len(tail) :][: MAX_ERROR_BYTES - len(self._error)]
         return events
+
+    def _is_comment(self, window: bytes, at: int) -> bool:
+        """Return whether the line of a stream before index `at` of the window is a comment."""
+        start = window.rfind(b"\n", 0, at) + 1
+        return window.startswith(COMMENT, start) if start else self._in_comment
 
     def _keep(self, window: bytes, start: int, end: int) -> None:
         value = self._value
@@ -158,7 +173,7 @@ def _plain_object(value: bytes) -> Mapping[str, Any] | None:
 
 
 def usage_of(told: Mapping[str, Any]) -> Usage | None:
-    """Return a decoded usage object as `Usage`; None if it has no prompt tokens."""
+    """Return a decoded usage object as `Usage`; None if it has no tokens of a prompt, of which each prompt has one."""
     # The Responses API and Anthropic's name them input and output.
     prompt_tokens = _tokens(told.get("prompt_tokens", told.get("input_tokens")))
     if prompt_tokens is None:
@@ -168,7 +183,10 @@ def usage_of(told: Mapping[str, Any]) -> Usage | None:
     if read_tokens is not None:
         # Anthropic's input tokens are those that were neither read from the cache nor counted as written to it.
         created_tokens = _tokens(told.get("cache_creation_input_tokens")) or 0
-        return Usage(prompt_tokens + read_tokens + created_tokens, completion_tokens, read_tokens)
+        prompt_tokens += read_tokens + created_tokens
+        return Usage(prompt_tokens, completion_tokens, read_tokens) if prompt_tokens else None
+    if not prompt_tokens:
+        return None
     details = told.get("prompt_tokens_details", told.get("input_tokens_details"))
     return Usage(
         prompt_tokens,
