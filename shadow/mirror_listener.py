@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 from aiohttp import ClientError, web
 
+from kvrouter.router.base.common.content_coding import BodyDecoder, ContentCoding, coding_of
+from kvrouter.router.base.common.errors import RouterError, TooLarge
 from kvrouter.shadow.observation import Skip, Unjudged
 
 MAX_BODY_BYTES = 32 << 20
@@ -69,7 +71,8 @@ class MirrorListener:
         """Listen, and return the port. Raises OSError."""
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._answer)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=STOP_TIMEOUT_S)
+        # Bodies are decoded here, because aiohttp knows other codings, and no limit for several members.
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=STOP_TIMEOUT_S, auto_decompress=False)
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port).start()
         return int(self._runner.addresses[0][1])
@@ -84,7 +87,7 @@ class MirrorListener:
             try:
                 if not request.path.endswith(JUDGED_PATHS):
                     raise Unjudged(Skip.NO_PROMPT)
-                body = await self._body(request)
+                body = await self._decoded(request, await self._body(request))
                 self._take(body, self._header(request, self._worker_header), self._header(request, self._id_header))
             except Unjudged as problem:
                 self._skip(problem.reason, problem.detail)
@@ -109,6 +112,28 @@ class MirrorListener:
                 raise Unjudged(Skip.BROKEN, f"its body broke off: {error}") from None
             raise
         return b"".join(parts)
+
+    async def _decoded(self, request: web.Request, body: bytes) -> bytes:
+        """Return the body without its content coding, counted in `held` in its place. Raises Unjudged."""
+        encoding = ", ".join(request.headers.getall("content-encoding", ()))
+        if not encoding:
+            return body
+        try:
+            coding = coding_of(encoding.encode("utf-8", "surrogateescape"))
+            if coding is not ContentCoding.IDENTITY:
+                plain = await asyncio.to_thread(BodyDecoder(coding, body, MAX_BODY_BYTES).whole)
+                if not self._held.take(len(plain)):
+                    raise Unjudged(Skip.OVERFLOW)
+                self._held.release(len(body))
+                body = plain
+        except BaseException as error:
+            self._held.release(len(body))
+            if isinstance(error, TooLarge):
+                raise Unjudged(Skip.TOO_LARGE) from None
+            if isinstance(error, RouterError):
+                raise Unjudged(Skip.BROKEN, error.message) from None
+            raise
+        return body
 
     def _header(self, request: web.Request, name: str | None) -> str | None:
         return (request.headers.get(name) or None) if name else None

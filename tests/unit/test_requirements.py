@@ -24,7 +24,9 @@ def requirements() -> list[Requirement]:
 
 
 def locked() -> dict[str, str]:
-    lines = [line for line in (ROOT / "requirements-test.lock").read_text().splitlines() if not line.startswith("#")]
+    text = (ROOT / "requirements-test.lock").read_text()
+    # A requirement may have a marker, such as the versions of Python that need it.
+    lines = [line.partition(" ; ")[0] for line in text.splitlines() if not line.startswith("#")]
     assert all(re.fullmatch(r"[a-z0-9-]+==[\w.]+", line) for line in lines)
     return dict(line.split("==") for line in lines)
 

@@ -72,6 +72,7 @@ from kvrouter.router.serve.api.http.deadlines import HttpLimits
 from kvrouter.router.serve.api.http.fastapi_app import build_api
 from kvrouter.router.serve.api.http.http_connection import connection_factory
 from kvrouter.router.serve.proxy.admission import Admission
+from kvrouter.router.serve.proxy.body_decoding import BodyDecoding
 from kvrouter.router.serve.proxy.proxy import Proxy
 
 log = logging.getLogger(__name__)
@@ -445,6 +446,7 @@ class Assembly:
             admission=admission,
             quality=quality,
             metrics=metrics.gateway,
+            decoding=BodyDecoding(config.max_body_bytes, metrics.http.encoded_bodies),
             models=core.models,
             fallbacks=config.gateway_fallbacks,
             clock=time.monotonic,

@@ -137,6 +137,14 @@ class WrongMediaType(RouterError, status=415, default_code="unsupported_media_ty
     """415: the body has a media type that a web page may send to any host, and it is not a form."""
 
 
+class WrongCoding(RouterError, status=415, default_code="unsupported_content_encoding"):
+    """415: the body has a content coding that is not decoded; `accepted` is the value of the Accept-Encoding header."""
+
+    def __init__(self, message: str, *, accepted: str) -> None:
+        super().__init__(message)
+        self.accepted = accepted
+
+
 class TooSlow(RouterError, status=408, default_code="request_timeout"):
     """408: the request did not arrive in time."""
 

@@ -9,6 +9,7 @@ from functools import cache
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.route.placement.placement_metrics import DECISION_BUCKETS_S
 from kvrouter.router.serve.access.access_metrics import AccessMetrics
+from kvrouter.router.serve.proxy.body_decoding import OUTCOMES
 
 # The reasons for closing a client's connection: size or time of a head, time of a body, an answer that was not read,
 # too many connections, bytes that are not HTTP, and a TLS handshake that failed or took too long.
@@ -27,6 +28,9 @@ class HttpMetrics:
         self.requests = cache(registry.counter("requests_total", "HTTP requests answered", "path", "code").labels)
         self.connections_cut = registry.counters(
             "http_connections_cut_total", "Connections closed for a client's fault", reason=CUT_REASONS
+        )
+        self.encoded_bodies = registry.counters(
+            "encoded_bodies_total", "Request bodies with a content coding, by what came of it", outcome=OUTCOMES
         )
         self.access = AccessMetrics(registry)
         self.decide_seconds = registry.histogram(

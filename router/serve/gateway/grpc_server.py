@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 import msgspec
 
-from kvrouter.router.base.common.errors import RouterError, SettingError, internal_error
+from kvrouter.router.base.common.errors import RouterError, SettingError, WrongCoding, internal_error
 from kvrouter.router.serve.access.certificate import GatewayPems
 from kvrouter.router.serve.gateway.gateway_metrics import GatewayMetrics
 from kvrouter.router.serve.gateway.messages import ProtocolError, Reply
@@ -218,6 +218,8 @@ class GatewayServer:
 
 def headers_of(error: RouterError) -> Headers:
     """Return the headers of the answer with this error."""
+    if isinstance(error, WrongCoding):
+        return [*JSON, (b"accept-encoding", error.accepted.encode())]
     if error.retry_after_s is None:
         return JSON
     # HTTP has only whole seconds.

@@ -29,6 +29,7 @@ from kvrouter.router.serve.gateway.picked_request import PickedRequest
 from kvrouter.router.serve.gateway.process_stream import GatewayRequest, Route
 from kvrouter.router.serve.proxy.admission import Admission
 from kvrouter.router.serve.proxy.attempts import AttemptsSpent
+from kvrouter.router.serve.proxy.body_decoding import BodyDecoding
 from kvrouter.router.serve.proxy.kv_transfer_params import can_be_handed_over
 from kvrouter.router.serve.proxy.prefill_leg import Given, excluding
 from kvrouter.router.serve.proxy.proxy import Proxy, error_of
@@ -66,6 +67,7 @@ class Picker:
         admission: Admission,
         quality: Quality,
         metrics: GatewayMetrics,
+        decoding: BodyDecoding,
         # Returns the registered models.
         models: Callable[[], list[str]],
         # The number of endpoints to name after the picked one.
@@ -79,6 +81,7 @@ class Picker:
         self._admission = admission
         self._quality = quality
         self._metrics = metrics
+        self._decoding = decoding
         self._models = models
         self._fallbacks = fallbacks
         self._clock = clock
@@ -96,9 +99,16 @@ class Picker:
         request = Request(asked, watch, request_id)
         outcome, refusal_status = CLIENT_GONE, 0
         try:
+            if asked.encoding:
+                asked.body = request.body = await self._decoding.decoded(asked.encoding, asked.body)
+                asked.headers = request.headers = h.decoded(asked.headers)
             ask = await self._proxy.reader.read(request)
             watch.asked(ask)
             route = await self._route(request, ask, asked.subset)
+            if asked.encoding:
+                # The gateway has the encoded body, which engines do not decode.
+                route.body = request.body if route.body is None else route.body
+                route.removed = (*route.removed, h.CONTENT_ENCODING)
         except RouterError as error:
             outcome, refusal_status = "refused", error.status
             if isinstance(error, Saturated):

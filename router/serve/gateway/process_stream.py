@@ -25,10 +25,9 @@ from kvrouter.router.serve.gateway.messages import (
     Reply,
     TrailersReply,
 )
-from kvrouter.router.serve.proxy.headers import NOTHING, Headers
+from kvrouter.router.serve.proxy.headers import CONTENT_ENCODING, CONTENT_LENGTH, NOTHING, Headers
 
 METHOD, PATH, STATUS = b":method", b":path", b":status"
-CONTENT_LENGTH = b"content-length"
 # A changed body goes on in pieces of this size: Envoy's own pieces are as large, and gRPC's messages must stay below 4
 # MiB.
 PIECE_BYTES = 64 * 1024
@@ -93,6 +92,10 @@ class GatewayRequest:
         self.headers = [(name, value) for name, value in headers if not name.startswith(b":")]
         self.body = body
         self.subset = subset
+        # The values of Content-Encoding; empty if there are none.
+        self.encoding = b""
+        if CONTENT_ENCODING in pseudo:
+            self.encoding = b", ".join(value for name, value in headers if name == CONTENT_ENCODING)
         # The gateway decides which clients it admits; its protocol has no API key.
         self.bounds: KeyBounds | None = None
 

@@ -21,6 +21,8 @@ SESSION_ID = b"x-session-id"
 PIN = b"x-kvrouter-worker"
 DP_RANK = b"x-data-parallel-rank"
 CONTENT_TYPE = b"content-type"
+CONTENT_ENCODING = b"content-encoding"
+CONTENT_LENGTH = b"content-length"
 JSON = b"application/json"
 
 # Headers of the answer.
@@ -85,6 +87,11 @@ def header(headers: Headers, wanted: bytes) -> bytes | None:
         if name == wanted:
             return value
     return None
+
+
+def decoded(headers: Headers) -> Headers:
+    """Return the headers of the same request with its body decoded."""
+    return [header for header in headers if header[0] not in (CONTENT_ENCODING, CONTENT_LENGTH)]
 
 
 def as_json(headers: Headers) -> Headers:

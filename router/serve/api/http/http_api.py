@@ -22,6 +22,7 @@ from kvrouter.router.base.common.errors import (
     RouterError,
     TooLarge,
     Unauthorized,
+    WrongCoding,
     WrongMediaType,
     internal_error,
 )
@@ -39,6 +40,8 @@ from kvrouter.router.serve.api.reservations import ENDED
 from kvrouter.router.serve.api.responses import JSON, encode
 from kvrouter.router.serve.api.versioned_paths import VersionedPaths
 from kvrouter.router.serve.page.page_files import PAGE, PageFile
+from kvrouter.router.serve.proxy import headers as h
+from kvrouter.router.serve.proxy.body_decoding import BodyDecoding
 from kvrouter.router.serve.proxy.downstream import Client
 from kvrouter.router.serve.proxy.proxy import Proxy
 
@@ -126,6 +129,7 @@ class HttpApi:
         self._tracing = tracing
         self._clock = clock
         self.max_body_bytes = config.max_body_bytes
+        self._decoding = BodyDecoding(config.max_body_bytes, metrics.encoded_bodies)
         # The cache of `json_head`.
         self._dated: list[tuple[bytes, bytes]] = []
         self._json_head = b""
@@ -173,10 +177,20 @@ class HttpApi:
             return WrongMediaType(
                 f"{request.path[:SHOWN_CHARS]} takes JSON: send the header `Content-Type: application/json`, or none"
             )
+        if request.encoding and (undecodable := self._decoding.refusal(request.encoding)) is not None:
+            return undecodable
         length = request.content_length
         if length is not None and length.isdigit() and int(length) > self.max_body_bytes:
             return self.too_large()
         return None
+
+    async def decode(self, request: HttpRequest) -> None:
+        """Decode the body of a complete request. From then on, it is as if the client had sent it plain.
+
+        Raises RouterError if the body cannot be decoded.
+        """
+        request.body = await self._decoding.decoded(request.encoding, request.body)
+        request.headers, request.encoding = h.decoded(request.headers), b""
 
     def too_large(self) -> TooLarge:
         """Return the error for a body over the limit."""
@@ -391,6 +405,9 @@ def headers_of(error: RouterError) -> tuple[tuple[bytes, bytes], ...]:
     """Return the additional headers of the answer with this error."""
     if isinstance(error, Unauthorized):
         return ((b"www-authenticate", b"Bearer"),)
+    if isinstance(error, WrongCoding):
+        # RFC 9110, 15.5.16.
+        return ((b"accept-encoding", error.accepted.encode()),)
     if isinstance(error, MethodNotAllowed):
         return ((b"allow", error.allowed.encode()),)
     if isinstance(error, TooLarge):

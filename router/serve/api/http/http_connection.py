@@ -276,6 +276,9 @@ class HttpConnection(asyncio.Protocol):
                         self._transport.write(CONTINUE)
                     break
                 request.answer_begun = True
+                if request.encoding:
+                    self._run(self._decode(request))
+                    break
                 if (forward := self._api.forwarder(request)) is not None:
                     task = DirectTask(self._forward(request, forward), self._loop, self._on_forwarded)
                     self._server.tasks.add(task)  # type: ignore[arg-type]
@@ -330,6 +333,19 @@ class HttpConnection(asyncio.Protocol):
         task = self._loop.create_task(work)
         self._server.tasks.add(task)
         task.add_done_callback(self._server.tasks.discard)
+
+    async def _decode(self, request: HttpRequest) -> None:
+        """Decode the body of the next request, and continue with the request."""
+        try:
+            await self._api.decode(request)
+        except RouterError as error:
+            request.refusal = error
+        except Exception:
+            request.keep_alive = False
+            self.write_answer(request, self._api.bug_answer(request.path, request.accept))
+            return
+        request.answer_begun = False
+        self._answer_next()
 
     async def _answer_later(self, request: HttpRequest, answer: Coroutine[Any, Any, Answer]) -> None:
         """Await the answer, write it, and continue with the next request."""

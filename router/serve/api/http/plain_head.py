@@ -2,10 +2,10 @@
 """A fast path past the general parser, for a request that arrives whole in one read and has a plain head.
 
 Every other request is left to `request_parser.py`, which alone decides what is a request and what is refused. Such
-requests have another method or version, a repeated header, a folded line, a bare line feed, a transfer coding, a byte
-after the body, a Host that was not admitted before, or a content type other than `application/...`. If the headers go
-on to an engine, any header name without a meaning here is accepted; otherwise, only names that clients nearly always
-send. The general parser understands every accepted request in the same way, which
+requests have another method or version, a repeated header, a folded line, a bare line feed, a transfer or content
+coding, a byte after the body, a Host that was not admitted before, or a content type other than `application/...`. If
+the headers go on to an engine, any header name without a meaning here is accepted; otherwise, only names that clients
+nearly always send. The general parser understands every accepted request in the same way, which
 `tests/property/test_plain_head.py` checks. Compiled, see `setup.py`.
 """
 
@@ -23,13 +23,14 @@ NAMES = (
     *(b"host", b"content-length", b"content-type", b"accept", b"connection"),
     *(b"user-agent", b"accept-encoding", b"accept-language", b"x-request-id", b"traceparent", b"tracestate"),
     *(b"x-forwarded-for", b"x-forwarded-proto", b"x-forwarded-host", b"forwarded", b"via"),
-    *(b"x-session-id", b"x-kvrouter-worker", b"x-data-parallel-rank", b"content-encoding"),
+    *(b"x-session-id", b"x-kvrouter-worker", b"x-data-parallel-rank"),
 )
 KNOWN = {name: kind for kind, name in enumerate(NAMES)}
 # Requests with a header that may decide how they are read are not accepted, wherever their headers go.
 JUDGED_NAMES = frozenset(
     {
         b"transfer-encoding",
+        b"content-encoding",
         b"expect",
         b"upgrade",
         b"http2-settings",

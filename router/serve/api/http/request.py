@@ -9,7 +9,7 @@ from urllib.parse import unquote
 import httptools
 
 from kvrouter.router.base.common.errors import BadQuestion, NotSupported, RouterError, WrongVersion
-from kvrouter.router.serve.access.browser_policy import HOST
+from kvrouter.router.serve.access.browser_policy import HOST, SAFE_METHODS
 from kvrouter.router.serve.access.key_bounds import KeyBounds
 from kvrouter.router.serve.api.http.plain_head import PlainHead
 from kvrouter.router.serve.proxy import headers as h
@@ -22,7 +22,6 @@ VERSIONS = frozenset({"1.0", "1.1"})
 SINGLE = frozenset(
     {
         b"authorization",
-        b"content-encoding",
         b"content-type",
         b"expect",
         b"last-event-id",
@@ -51,6 +50,7 @@ class HttpRequest:
         "bounds",
         "content_length",
         "content_type",
+        "encoding",
         "expects_continue",
         "fetch_site",
         "headers",
@@ -91,6 +91,8 @@ class HttpRequest:
         # The headers Origin and Sec-Fetch-Site, empty if absent.
         self.origin = self.fetch_site = b""
         self.content_length: bytes | None = None
+        # The values of Content-Encoding; empty if there are none, or once the body is decoded.
+        self.encoding = b""
         self.expects_continue = False
         host = None
         chunked = False
@@ -107,6 +109,8 @@ class HttpRequest:
                 self.accept = value.decode("latin-1")
             elif name == b"content-length":
                 self.content_length = value
+            elif name == h.CONTENT_ENCODING:
+                self.encoding = b"%b, %b" % (self.encoding, value) if self.encoding else value
             elif name == b"authorization":
                 self.authorization = value.decode("latin-1")
             elif name == b"host":
@@ -136,6 +140,9 @@ class HttpRequest:
             # The parser would take the body for bytes of the other protocol.
             raise BadQuestion(NO_UPGRADE, code="upgrade_not_supported")
         self.method = method.decode("ascii")
+        if self.method in SAFE_METHODS:
+            # Nobody reads the body of such a request.
+            self.encoding = b""
         self.headers = headers
         # The target in origin form, with its query.
         self.url, authority = split_target(target)
@@ -160,7 +167,7 @@ class HttpRequest:
         self.path, self.url = head.path, head.path.encode()
         self.content_type, self.accept, self.authorization = head.content_type, head.accept, head.authorization
         self.headers, self.content_length, self.refusal = head.headers or [], None, None
-        self.host = self.origin = self.fetch_site = b""
+        self.host = self.origin = self.fetch_site = self.encoding = b""
         self.bounds = None
         self.body = bytearray()
         self.is_whole = True
