@@ -209,7 +209,7 @@ def test_a_key_with_a_salt_sends_no_audio(file: Path, path: str) -> None:
 
 
 def test_a_keys_salt_keeps_the_other_values_of_a_body(file: Path) -> None:
-    body = b'{"n":  1.50,"cache_salt": null,"model": "m", "prompt": [1,2,3], "cache_salt": ""}'
+    body = b'{"n":  1.50,"cache_salt": null,"model": "m", "prompt": [1,2,3]}'
     with ScriptedEngine(plain(b"{}")) as engine, proxying(worker("w0", engine.url), api_keys_file=str(file)) as router:
         assert router.post("/v1/completions", body, bearer("salted"))[0] == 200
         assert engine.asked[0].body == b'{"n":1.50,"cache_salt":"private","model":"m","prompt":[1,2,3]}'

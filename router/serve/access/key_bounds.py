@@ -25,6 +25,11 @@ class KeyBounds(msgspec.Struct, frozen=True):
     foreign_salts: frozenset[str] = frozenset()
     """The salts that other keys give to their prompts. A request with this key may not name them."""
 
+    @property
+    def binds(self) -> bool:
+        """Whether the key may not name every model and every salt."""
+        return bool(self.models is not None or self.cache_salts is not None or self.cache_salt or self.foreign_salts)
+
     def salted(self, cache_salt: str | None) -> str | None:
         """Return the salt that a prompt gets: the client's own, or the key's if the client sent none."""
         return cache_salt or self.cache_salt

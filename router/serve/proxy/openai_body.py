@@ -7,6 +7,8 @@ type: the engine reports invalid ones.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
@@ -41,22 +43,52 @@ class OpenAIBody(msgspec.Struct):
 
 FIELDS = OpenAIBody.__struct_fields__
 
+# An ASCII letter as an escape sequence, in which no encoder writes it, but a client may.
+ESCAPED_LETTERS = (rb"\u004", rb"\u005", rb"\u006", rb"\u007")
+
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def openai_body(body: ClientBody) -> OpenAIBody:
-    """Return the fields of a client's body. Raises BadQuestion if they are not JSON."""
+def openai_body(body: ClientBody, decode: Callable[[Any], Any] = msgspec.json.decode) -> OpenAIBody:
+    """Return the fields of a client's body, each read by `decode`. Raises BadQuestion if they are not JSON."""
     try:
-        return OpenAIBody(**{name: msgspec.json.decode(body.fields[name]) for name in FIELDS if name in body.fields})
+        return OpenAIBody(**{name: decode(body.fields[name]) for name in FIELDS if name in body.fields})
     except RecursionError:
         raise BadQuestion("the body is nested too deeply", code="malformed_body") from None
     except (msgspec.DecodeError, ValueError) as error:
         raise BadQuestion(f"the body is not JSON: {error}", code="malformed_body") from None
 
 
+def repeated_field(raw: bytes, names: Collection[str]) -> str | None:
+    """Return which of these fields a JSON object has more than once, or None.
+
+    Readers of JSON differ in which of the values they take. Raises BadQuestion if Python cannot read the object.
+    """
+    # In a text or a name, only an escape sequence can hide these bytes; nearly every body has them once at most.
+    is_seen_twice = any(raw.count(b'"%b"' % name.encode()) > 1 for name in names)
+    if not is_seen_twice and not any(letter in raw for letter in ESCAPED_LETTERS):
+        return None
+    pairs: list[tuple[str, Any]] = []
+
+    def keep(inner: list[tuple[str, Any]]) -> None:
+        # The outermost object is the last one.
+        nonlocal pairs
+        pairs = inner
+
+    try:
+        json.loads(raw, object_pairs_hook=keep)
+    except (ValueError, RecursionError) as error:
+        raise BadQuestion(f"the body is not JSON: {error}", code="malformed_body") from None
+    seen = [name for name, _ in pairs]
+    return next((name for name in names if seen.count(name) > 1), None)
+
+
 def with_fields(raw: bytes, changes: dict[str, str]) -> bytes:
-    """Return the JSON object with these fields set; every other value keeps its bytes."""
-    fields = _fields.decode(raw)
+    """Return the JSON object with these fields set; every other value keeps its bytes, unless only Python can read it."""
+    try:
+        fields = _fields.decode(raw)
+    except (msgspec.MsgspecError, ValueError):
+        return json.dumps(json.loads(raw) | changes).encode()
     for name, value in changes.items():
         fields[name] = msgspec.Raw(msgspec.json.encode(value))
     return msgspec.json.encode(fields)

@@ -7,6 +7,7 @@ A placement request has the model, the prompt's tokens, the session, and the len
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any, ParamSpec, Protocol, TypeVar
 from urllib.parse import unquote
@@ -19,7 +20,7 @@ from kvrouter.router.index.matching.question import Question
 from kvrouter.router.model.workers.model_names import ServedModel
 from kvrouter.router.observe.quality.request_watch import RequestWatch
 from kvrouter.router.route.placement.placement_request import PlacementRequest
-from kvrouter.router.route.tokens.client_body import ClientBody, read_client_body
+from kvrouter.router.route.tokens.client_body import ClientBody, is_text, read_as_python, read_client_body
 from kvrouter.router.route.tokens.forward_ids import forwarded_body
 from kvrouter.router.route.tokens.prompt_tokens import Prompt, estimated_tokens
 from kvrouter.router.route.tokens.proxied_paths import AUDIO, WITHOUT_PROMPT
@@ -27,7 +28,10 @@ from kvrouter.router.route.tokens.without_cache import engines_without_cache
 from kvrouter.router.serve.proxy.attempts import Attempts
 from kvrouter.router.serve.proxy.downstream import ClientRequest
 from kvrouter.router.serve.proxy.form_body import read_form_model
-from kvrouter.router.serve.proxy.openai_body import OpenAIBody, openai_body, with_fields
+from kvrouter.router.serve.proxy.openai_body import OpenAIBody, openai_body, repeated_field, with_fields
+
+# The fields that a rule of the router may be about.
+RULED_FIELDS = ("model", "cache_salt")
 
 # Whisper makes 50 tokens of a second, which takes 32 kB in a WAV file and 8 to 16 kB in an MP3 file. This estimate is
 # used for the load alone.
@@ -96,9 +100,8 @@ class RequestReader:
         client = request.client
         if client.path in AUDIO:
             return self._read_form(request)
-        client_body = await _in_thread(client.body, read_client_body, client.path, client.body)
+        client_body, body = await self._body(client)
         request.headers = h.as_json(client.headers)
-        body = openai_body(client_body)
         name = self._name_of(body.model)
         served = self._resolve(name)
         changes: dict[str, str] = {}
@@ -111,8 +114,32 @@ class RequestReader:
             # The engine does not know the aliases that this router gives its models.
             changes["model"] = served.lora_name or served.model
         if changes:
-            request.body = await _in_thread(client.body, with_fields, client.body, changes)
+            request.body = await _in_thread(client.body, with_fields, client_body.raw, changes)
         return _placement_request(request, await self._question(request, client_body, body, served), body.limit_tokens)
+
+    async def _body(self, client: ClientRequest) -> tuple[ClientBody, OpenAIBody]:
+        """Return the client's body and its fields.
+
+        The engine judges a body that its own reader may understand, unless a rule must hold for what the engine reads.
+        Raises BadQuestion if there is such a rule, or if the body is not JSON.
+        """
+        rule = _rule_of(client)
+        try:
+            client_body = await _in_thread(client.body, read_client_body, client.path, client.body)
+            body = openai_body(client_body)
+        except BadQuestion as error:
+            python_body = await _in_thread(client.body, read_as_python, client.path, client.body)
+            if python_body is None:
+                raise
+            if rule is not None:
+                raise BadQuestion(f"{error.message}; {rule}: send JSON in UTF-8 (RFC 8259)", code=error.code) from None
+            return python_body, openai_body(python_body, lambda field: json.loads(bytes(field)))
+        if rule is not None:
+            repeated = await _in_thread(client.body, repeated_field, client.body, RULED_FIELDS)
+            if repeated is not None:
+                text = f"the body has more than one field {repeated}; {rule}: send it once"
+                raise BadQuestion(text, code="malformed_body")
+        return client_body, body
 
     def _read_form(self, request: Request) -> PlacementRequest:
         """Return the placement request for a form with audio, whose number of tokens is estimated.
@@ -139,6 +166,9 @@ class RequestReader:
             return Prompt(1, None, "none").question(served.model, worker_ids=served.worker_ids)
         authorization = self._authorization(client.headers)
         try:
+            if body.salt is not None and not is_text(body.salt):
+                body.cache_salt = None
+                raise BadQuestion("cache_salt has half of a character, so its hashes are not known")
             prompt = await self._tokens.prompt(
                 client.path,
                 served.model,
@@ -191,6 +221,14 @@ async def _in_thread(body: bytes, work: Callable[Args, Result], *args: Args.args
     if len(body) < LONG_BODY_BYTES:
         return work(*args, **options)
     return await asyncio.to_thread(work, *args, **options)
+
+
+def _rule_of(client: ClientRequest) -> str | None:
+    """Return the rule for which router and engine must read the same body alike, or None if there is none."""
+    bounds = client.bounds
+    if bounds is not None and bounds.binds:
+        return f"the API key {bounds.key} is bound to models or cache salts, which every reader must see alike"
+    return None
 
 
 def _placement_request(request: Request, question: Question, max_tokens: int | None) -> PlacementRequest:
