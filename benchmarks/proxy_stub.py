@@ -22,6 +22,7 @@ import uvloop
 
 from kvrouter.router.route.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
 from kvrouter.router.route.tokens.local.local_tokenizer import LocalTokenizer
+from kvrouter.router.route.tokens.prompt_tokens import Prompt
 from kvrouter.router.route.tokens.token_request import TokenRequest, read
 
 CHUNKS = 32
@@ -101,6 +102,7 @@ class Stub(asyncio.Protocol):
         raw = bytes(self._body)
         path = CHAT_PATH if b'"messages"' in raw else TEXT_PATH
         prompt = read(path, read_client_body(path, raw))
+        assert not isinstance(prompt, Prompt)
         if not isinstance(prompt, TokenRequest):
             return [int(token) for token in prompt]
         return [int(token) for token in self._tokenizer.ids(prompt, self._tokenizer.likely_quirks()[0])]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A line of another router's log: one JSON object. Pure.
 
-A request's body (`messages` or `prompt`) stands in the line itself or under `body`, `request_body` or `request`, as an
-object or as the text of one. The line may also have the worker, the request's id, a time, and `usage` (also under
-`response`).
+A request's body (`messages`, `prompt`, `token_ids` or `input_ids`) stands in the line itself or under `body`,
+`request_body` or `request`, as an object or as the text of one; there it may also have its prompt under `text`. The line
+may also have the worker, the request's id, a time, and `usage`, or SGLang's `meta_info` (also under `response`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import msgspec
 
 from kvrouter.router.base.common.timestamps import seconds_of, time_in
 from kvrouter.router.observe.quality.usage_reader import usage_of
+from kvrouter.router.route.tokens.client_body import PROMPT_FIELDS
 from kvrouter.shadow.observation import Observation, Outcome, Skip, Unjudged
 from kvrouter.shadow.question import Fields, fields_of, has_prompt, question_of
 
 BODY_FIELDS = ("body", "request_body", "request")
 WORKER_FIELDS = ("worker", "worker_id", "upstream", "upstream_addr")
+USAGES = ("usage", "meta_info")
 ID_FIELDS = ("request_id", "x_request_id")
 # Large fields that cannot have the worker, the id, the time or the usage: they belong to the prompt or the answer.
-LARGE_FIELDS = frozenset({"messages", "prompt", "tools", "response", *BODY_FIELDS})
+LARGE_FIELDS = frozenset({"messages", "tools", "response", *PROMPT_FIELDS, *BODY_FIELDS})
 
 
 class LogReading(msgspec.Struct, frozen=True):
@@ -73,14 +75,14 @@ def read_outcome(line: bytes) -> tuple[str, Outcome]:
 
 def _body(fields: Fields) -> Fields:
     """Return the fields of the request. Raises Unjudged."""
-    if has_prompt(fields):
+    if has_prompt(fields, is_body=False):
         return fields
     for name in BODY_FIELDS:
         raw: bytes | msgspec.Raw = fields.get(name, b"")
         if bytes(raw).startswith(b'"'):
             # nginx writes `$request_body` as a string.
             raw = str(msgspec.json.decode(raw)).encode("utf-8", "surrogatepass")
-        if bytes(raw).startswith(b"{") and has_prompt(request := fields_of(raw)):
+        if bytes(raw).startswith(b"{") and has_prompt(request := fields_of(raw), is_body=True):
             return request
     raise Unjudged(Skip.NO_PROMPT)
 
@@ -106,7 +108,7 @@ def _response(fields: Mapping[str, msgspec.Raw]) -> Mapping[str, Any]:
 
 def _outcome(about: Mapping[str, Any], response: Mapping[str, Any]) -> Outcome:
     """Return the worker and the token counts of a request from a log line. Raises Unjudged if a count is not valid."""
-    usage_fields = about.get("usage") or response.get("usage")
+    usage_fields = next((value for place in (about, response) for name in USAGES if (value := place.get(name))), None)
     usage = usage_of(usage_fields) if isinstance(usage_fields, dict) else None
     cached = about.get("cached_tokens")
     if cached is None and usage is not None:

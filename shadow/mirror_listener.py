@@ -14,6 +14,7 @@ from aiohttp import ClientError, web
 
 from kvrouter.router.base.common.content_coding import BodyDecoder, ContentCoding, coding_of
 from kvrouter.router.base.common.errors import RouterError, TooLarge
+from kvrouter.router.route.tokens.client_body import CHAT_PATH, GENERATE_PATH, SGLANG_GENERATE_PATH, TEXT_PATH
 from kvrouter.shadow.observation import Skip, Unjudged
 
 MAX_BODY_BYTES = 32 << 20
@@ -23,7 +24,7 @@ BODY_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 1.0
 
 # Paths of requests that can be judged, below any prefix.
-JUDGED_PATHS = ("/v1/chat/completions", "/v1/completions")
+JUDGED_PATHS = (CHAT_PATH, TEXT_PATH, GENERATE_PATH, SGLANG_GENERATE_PATH)
 
 
 class HeldBytes:

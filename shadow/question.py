@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The question for the index that a body of OpenAI's API becomes. Pure.
+"""The question for the index that a body of OpenAI's API, or of an engine's path for token ids, becomes. Pure.
 
 All fields pass unchanged, since tools, templates and salts are part of the prompt, except those that would steer the
 choice.
@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import msgspec
 
+from kvrouter.router.route.tokens.client_body import PROMPT_FIELDS, is_given
+from kvrouter.router.route.tokens.generate_bodies import check_sglang_blocks
+from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
 from kvrouter.shadow.observation import Skip, Unjudged
 
 Fields = dict[str, msgspec.Raw]
@@ -34,7 +37,8 @@ STEERING = frozenset(
         "dry_run",
     }
 )
-NULL = b"null"
+# Media of /inference/v1/generate, which `/select` does not take.
+MEDIA = ("features", "content_parts")
 TRUE = msgspec.Raw(b"true")
 
 _fields = msgspec.json.Decoder(Fields)
@@ -48,9 +52,14 @@ def fields_of(raw: bytes | msgspec.Raw) -> Fields:
         raise Unjudged(Skip.BROKEN, str(error)) from None
 
 
-def has_prompt(body: Fields) -> bool:
-    """Return whether the body has messages or a prompt."""
-    return _is_given(body, "messages") or _is_given(body, "prompt")
+def has_prompt(body: Fields, *, is_body: bool) -> bool:
+    """Return whether the object has messages or a prompt.
+
+    Args:
+        body: The fields of the object.
+        is_body: Whether the object is a body of a request. A line of a log may have a `text` that is no prompt.
+    """
+    return is_given(body, "messages") or _prompt_field(body) not in (None, None if is_body else "text")
 
 
 def question_of(body: Fields, only_model: str | None) -> bytes:
@@ -59,13 +68,17 @@ def question_of(body: Fields, only_model: str | None) -> bytes:
     `only_model` is the model of a request that names none.
     """
     question = {name: value for name, value in body.items() if name not in STEERING}
-    if not _is_given(body, "model") and only_model is not None:
+    if not is_given(body, "model") and only_model is not None:
         question["model"] = msgspec.Raw(msgspec.json.encode(only_model))
-    if not _is_given(body, "messages"):
+    if not is_given(body, "messages"):
         question.pop("messages", None)
-        if not _is_given(body, "prompt"):
+        field = _prompt_field(body)
+        if field is None:
             raise Unjudged(Skip.NO_PROMPT)
-        name, prompt = _prompt(bytes(question.pop("prompt")))
+        _check_blocks(body, field)
+        for name in PROMPT_FIELDS:
+            question.pop(name, None)
+        name, prompt = _prompt(bytes(body[field]))
         question[name] = msgspec.Raw(prompt)
     else:
         question.pop("prompt", None)
@@ -86,6 +99,18 @@ def _prompt(raw: bytes) -> tuple[str, bytes]:
     return _prompt(bytes(prompts[0]))
 
 
-def _is_given(body: Fields, name: str) -> bool:
-    value = body.get(name)
-    return value is not None and bytes(value) != NULL
+def _prompt_field(body: Fields) -> str | None:
+    """Return the name of the field with the prompt, or None if there is none. The Responses API has a `text`, too."""
+    fields = (name for name in PROMPT_FIELDS if is_given(body, name))
+    return next((name for name in fields if name == "prompt" or bytes(body[name]).startswith((b'"', b"["))), None)
+
+
+def _check_blocks(body: Fields, field: str) -> None:
+    """Raise Unjudged if the prompt's blocks are not those of its tokens."""
+    if field == "token_ids" and any(is_given(body, name) for name in MEDIA):
+        raise Unjudged(Skip.TOKENS_UNKNOWN, "media among token ids")
+    if field in ("input_ids", "text"):
+        try:
+            check_sglang_blocks(body)
+        except TokensUnknown as unknown:
+            raise Unjudged(Skip.TOKENS_UNKNOWN, unknown.problem) from None

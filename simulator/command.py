@@ -68,6 +68,7 @@ def _servers(
         kv_events=not options.no_kv_events,
         prefix_caching=not options.no_prefix_caching,
         prompt_tokens_details=not options.no_prompt_tokens_details,
+        rust_front_end=options.rust_front_end,
         hash_seed=options.hash_seed,
     )
     servers = []
@@ -158,6 +159,7 @@ def sim(
     no_prompt_tokens_details: Annotated[
         bool, _switch("do not report cached tokens in usage", "--no-prompt-tokens-details")
     ] = False,
+    rust_front_end: Annotated[bool, _switch("be behind vLLM's front end in Rust", "--rust-front-end")] = False,
     hash_seed: Annotated[str, _help("seed of the block hashes, as PYTHONHASHSEED", metavar="SEED")] = DEFAULT_SEED,
     instant: Annotated[bool, _switch("steps take no time", "--instant")] = False,
     prefill_rate: Annotated[float, _help("prefill rate, tokens/s")] = DEFAULT.prefill_tokens_per_s,

@@ -15,6 +15,7 @@ from kvrouter.replay.traces.lines import Progress, at, numbered_lines
 from kvrouter.replay.traces.reader import Reader, ReadOptions
 from kvrouter.replay.traces.request import Request, Trace, TraceError
 from kvrouter.router.observe.quality.access_log import PIECE_TOKENS as ACCESS_PIECE_TOKENS
+from kvrouter.router.route.tokens.client_body import PROMPT_FIELDS
 
 AUTO = "auto"
 # The most lines of a log that are read in search of its first request: a server's start takes some hundred.
@@ -42,7 +43,7 @@ def _is_openai(line: bytes, fields: dict[str, Any] | None) -> bool:
     if fields is None:
         return False
     body = fields.get("body", fields)
-    return isinstance(body, dict) and ("messages" in body or "prompt" in body)
+    return isinstance(body, dict) and not body.keys().isdisjoint(("messages", *PROMPT_FIELDS))
 
 
 def _is_vllm_log(line: bytes, fields: dict[str, Any] | None) -> bool:

@@ -15,7 +15,7 @@ from kvrouter.replay.traces.reader import Tokenize
 from kvrouter.router.base.common.errors import BadQuestion, SettingError
 from kvrouter.router.base.common.extras import install_command
 from kvrouter.router.route.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
-from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
+from kvrouter.router.route.tokens.prompt_tokens import Prompt, TokensUnknown
 from kvrouter.router.route.tokens.token_request import TokenRequest, read
 
 PATHS = {"chat": CHAT_PATH, "text": TEXT_PATH}
@@ -37,7 +37,10 @@ def tokenizer_of(folder: Path) -> Tokenize:
         path = PATHS[kind]
         try:
             request = read(path, read_client_body(path, msgspec.json.encode(body)))
-            return tokenizer.ids(request, quirks) if isinstance(request, TokenRequest) else request
+            if isinstance(request, TokenRequest):
+                return tokenizer.ids(request, quirks)
+            assert not isinstance(request, Prompt), "only the engines' own paths for token ids have further facts"
+            return request
         except TokensUnknown as error:
             raise ValueError(error.problem) from None
         except (BadQuestion, TypeError, UnicodeEncodeError) as error:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bodies of OpenAI's API with the times at which they came, one JSON object a line.
 
-A line is the body itself (`messages` of a chat, or the `prompt` of a completion: text, token ids, or a list of either)
-or has it under `body`, as the Batch API's files do. The line also has a time (`timestamp`, `time`, `created_at` or
-`created`: seconds, milliseconds or nanoseconds, or ISO 8601) and, if they are known, `usage` (also under `response`)
-and `session_id`. Without a `session_id`, also in the body, the body's `user` names the session.
+A line is the body itself (`messages` of a chat, or the `prompt` of a completion: text, token ids, or a list of either;
+also `token_ids` of vLLM's /inference/v1/generate, and `input_ids` or `text` of SGLang's /generate) or has it under
+`body`, as the Batch API's files do. The line also has a time (`timestamp`, `time`, `created_at` or `created`: seconds,
+milliseconds or nanoseconds, or ISO 8601) and, if they are known, `usage` or `meta_info` (also under `response`) and
+`session_id`. Without a `session_id`, also in the body, the body's `user` names the session.
 
 Token ids are exact. Text goes through the given tokenizer with its chat template, as this router's own tokenizer reads
 it (docs/explanation/tokens.md). Without a tokenizer, a chat is written out as roles and texts and counted as
@@ -26,6 +27,7 @@ from kvrouter.replay.traces.pieces import pieces_of_tokens, session_number
 from kvrouter.replay.traces.reader import ReadOptions
 from kvrouter.replay.traces.request import Request, TraceError
 from kvrouter.router.base.common.timestamps import TIME_FIELDS, seconds_of, time_in
+from kvrouter.router.route.tokens.client_body import PROMPT_FIELDS
 
 PIECE_TOKENS = 16
 # An estimate that is off by less than this share is not worth a note.
@@ -103,7 +105,8 @@ def _part_text(part: Any) -> str:
 
 def _prompts(path: Path, number: int, body: Mapping[str, Any]) -> list[Any]:
     """Return the prompts of a body, each as text, token ids, or its messages. Raises TraceError."""
-    messages, prompt = body.get("messages"), body.get("prompt")
+    messages = body.get("messages")
+    prompt = next((body[name] for name in PROMPT_FIELDS if body.get(name) is not None), None)
     if messages is not None:
         if not isinstance(messages, list) or not messages:
             raise TraceError(at(path, number, f"messages is {shown(messages)}, not a list of messages"))
@@ -155,7 +158,8 @@ def _usage(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     places: list[Any] = [fields]
     for name in ("response", "body"):
         places += [place[name] for place in places if isinstance(place.get(name), dict)]
-    return next((place["usage"] for place in places if isinstance(place.get("usage"), dict)), {})
+    values = (place.get(name) for place in places for name in ("usage", "meta_info"))
+    return next((value for value in values if isinstance(value, dict)), {})
 
 
 def _output_tokens(
@@ -163,9 +167,11 @@ def _output_tokens(
 ) -> int:
     if usage.get("completion_tokens") is not None:
         return whole_number(path, number, usage, "completion_tokens", least=0)
-    for name in ("max_completion_tokens", "max_tokens"):
-        if body.get(name) is not None:
-            options.note("answers without usage are taken to be as long as their max_tokens")
-            return whole_number(path, number, body, name, least=0)
+    params = body.get("sampling_params")
+    for place in (body, params if isinstance(params, dict) else {}):
+        for name in ("max_completion_tokens", "max_tokens", "max_new_tokens"):
+            if place.get(name) is not None:
+                options.note("answers without usage are taken to be as long as their max_tokens")
+                return whole_number(path, number, place, name, least=0)
     options.note(f"answers of unknown length are taken to have {options.output_tokens} tokens (--output-tokens)")
     return options.output_tokens

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -33,6 +33,7 @@ from kvrouter.simulator.http.bodies import (
 from kvrouter.simulator.http.engine_flags import EngineFlags
 from kvrouter.simulator.http.event_stream import EventStream
 from kvrouter.simulator.http.faults import Faults
+from kvrouter.simulator.http.generate_api import GenerateBody, SGLangAnswer, SGLangBody, TokensAnswer
 from kvrouter.simulator.http.messages import CountBody, MessageAnswer, MessagesBody, chat_of, message_error
 from kvrouter.simulator.http.metrics_page import metrics_page
 from kvrouter.simulator.http.promptless_api import PromptlessApi
@@ -47,6 +48,7 @@ VERSION = "0.32.0+kvrouter-sim"
 
 MESSAGES = "/v1/messages"
 
+AnyAnswer: TypeAlias = Answer | MessageAnswer | TokensAnswer | SGLangAnswer
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
@@ -104,6 +106,8 @@ class Api:
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post(MESSAGES, self._messages)
         app.router.add_post(f"{MESSAGES}/count_tokens", self._count_tokens)
+        app.router.add_post("/inference/v1/generate", self._generate_tokens)
+        app.router.add_post("/generate", self._generate_sglang)
         PromptlessApi(self).route(app)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/detokenize", self._detokenize)
@@ -181,6 +185,19 @@ class Api:
         answer = MessageAnswer(request_id=self.request_id(request), model=self.model)
         return await self._generate(request, body, _message_ids(body), body.max_tokens, "length", answer)
 
+    async def _generate_tokens(self, request: web.Request) -> web.StreamResponse:
+        body = await self.read(request, GenerateBody)
+        answer = TokensAnswer(request_id=self.request_id(request), model=self.model, created=int(self.clock()))
+        # vLLM lets an answer without a limit fill the context.
+        max_tokens = body.sampling_params.max_tokens or DEFAULT_ANSWER_TOKENS
+        return await self._generate(request, body, body.token_ids, max_tokens, "length", answer)
+
+    async def _generate_sglang(self, request: web.Request) -> web.StreamResponse:
+        body = await self.read(request, SGLangBody)
+        max_tokens = (body.sampling_params and body.sampling_params.max_new_tokens) or DEFAULT_ANSWER_TOKENS
+        answer = SGLangAnswer(request_id=self.request_id(request))
+        return await self._generate(request, body, body.ids, max_tokens, "length", answer)
+
     async def _count_tokens(self, request: web.Request) -> web.Response:
         count = len(_message_ids(await self.read(request, CountBody)))
         return json_response({"input_tokens": count, "context_management": {"original_input_tokens": count}})
@@ -220,11 +237,11 @@ class Api:
     async def _generate(
         self,
         request: web.Request,
-        body: GenerationBody,
+        body: GenerationBody | SGLangBody,
         ids: Sequence[int],
         max_tokens: int,
         finish: Finish,
-        answer: Answer | MessageAnswer,
+        answer: AnyAnswer,
     ) -> web.StreamResponse:
         self.fail_once()
         engine = self.life.engine
@@ -246,7 +263,7 @@ class Api:
                 )
                 return web.Response(body=answer.whole(sampled, finish, counted, left), content_type="application/json")
 
-    def _usage(self, job: Job, completion_tokens: int, body: GenerationBody) -> dict[str, Any]:
+    def _usage(self, job: Job, completion_tokens: int, body: GenerationBody | SGLangBody) -> dict[str, Any]:
         is_told = self._flags.prompt_tokens_details
         cached = handover.cached_tokens(job, body.kv_transfer_params) if is_told else None
         return usage(job.prompt_tokens, completion_tokens, cached)
@@ -254,8 +271,8 @@ class Api:
     async def _stream(
         self,
         request: web.Request,
-        body: GenerationBody,
-        answer: Answer | MessageAnswer,
+        body: GenerationBody | SGLangBody,
+        answer: AnyAnswer,
         job: Job,
         tokens: AsyncIterator[int],
         finish: Finish,
@@ -328,7 +345,8 @@ class Api:
         return web.Response(status=503 if self._unhealthy else 200)
 
     async def _version(self, _: web.Request) -> web.Response:
-        return json_response({"version": VERSION})
+        rust = {"rust_frontend_version": VERSION} if self._flags.rust_front_end else {}
+        return json_response({"version": VERSION, **rust})
 
     async def _metrics(self, _: web.Request) -> web.Response:
         life, caches = self.life, self._flags.prefix_caching

@@ -17,6 +17,8 @@ class EngineFlags(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
     # --enable-prompt-tokens-details: whether usage has the cached tokens.
     prompt_tokens_details: bool = True
+    # VLLM_USE_RUST_FRONTEND: whether the front end in Rust answers, as its /version says.
+    rust_front_end: bool = False
     # The environment's PYTHONHASHSEED, which is the seed of the block hashes.
     hash_seed: str = DEFAULT_SEED
 

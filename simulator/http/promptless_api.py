@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paths whose prompts a router does not know: scores, rerank and audio."""
+"""The paths whose prompts a router does not know: scores, rerank, pooling, classes and audio."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ from kvrouter.simulator.cache import tokenizer
 from kvrouter.simulator.engine.realtime import Engine
 from kvrouter.simulator.http.refusals import Refused
 from kvrouter.simulator.http.replies import DONE, json_response
-from kvrouter.simulator.http.scores import RerankBody, ScoreBody, pairs, rerank_reply, score_reply
+from kvrouter.simulator.http.scores import (
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
+    SpeechBody,
+    pairs,
+    pooling_reply,
+    rerank_reply,
+    score_reply,
+)
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -23,6 +32,8 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 AUDIO_BYTES_PER_SECOND = 32_000
 AUDIO_BYTES_PER_TOKEN = AUDIO_BYTES_PER_SECOND // 50
 AUDIO_ANSWER_TOKENS = 8
+# A WAV file without a sample.
+SILENCE = bytes.fromhex("524946462400000057415645666d74201000000001000100803e0000007d0000020010006461746100000000")
 
 
 class _Life(Protocol):
@@ -74,8 +85,11 @@ class PromptlessApi:
             app.router.add_post(path, self._score)
         for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
             app.router.add_post(path, self._rerank)
+        for path in ("/pooling", "/classify"):
+            app.router.add_post(path, self._pool)
         for path in ("/v1/audio/transcriptions", "/v1/audio/translations"):
             app.router.add_post(path, self._audio)
+        app.router.add_post("/v1/audio/speech", self._speech)
 
     async def _score(self, request: web.Request) -> web.Response:
         api = self._api
@@ -92,6 +106,19 @@ class PromptlessApi:
         body = await api.read(request, RerankBody)
         tokens = await self._compute_pairs(request, [(body.query, text) for text in body.documents])
         return json_response(rerank_reply(api.request_id(request), api.model, body, tokens))
+
+    async def _pool(self, request: web.Request) -> web.Response:
+        api = self._api
+        body = await api.read(request, PoolingBody)
+        tokens = await self._compute_texts(request, [body.input] if isinstance(body.input, str) else body.input)
+        classifies = request.path == "/classify"
+        return json_response(pooling_reply(api.request_id(request), api.model, int(api.clock()), tokens, classifies))
+
+    async def _speech(self, request: web.Request) -> web.Response:
+        # Not a path of vLLM itself; vLLM-Omni has it.
+        body = await self._api.read(request, SpeechBody)
+        await self._compute_texts(request, [body.input])
+        return web.Response(body=SILENCE, content_type="audio/wav")
 
     async def _audio(self, request: web.Request) -> web.StreamResponse:
         api = self._api
@@ -120,12 +147,16 @@ class PromptlessApi:
 
     async def _compute_pairs(self, request: web.Request, scored: list[tuple[str, str]]) -> int:
         """Compute each pair, and return the number of prompt tokens of all."""
+        return sum(await self._compute_texts(request, [f"{first}\n{second}" for first, second in scored]))
+
+    async def _compute_texts(self, request: web.Request, texts: list[str]) -> list[int]:
+        """Compute each text, and return the number of prompt tokens of each."""
         self._api.fail_once()
-        tokens = 0
-        for first, second in scored:
-            ids = tokenizer.encode(f"{first}\n{second}")
+        tokens = []
+        for text in texts:
+            ids = tokenizer.encode(text)
             await self._computed(request, ids, 1)
-            tokens += len(ids)
+            tokens.append(len(ids))
         return tokens
 
     async def _computed(self, request: web.Request, ids: list[int], max_tokens: int) -> list[int]:

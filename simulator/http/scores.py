@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores and rerank as vLLM 0.32.0 serves them.
+"""Scores, rerank, pooling and classes as vLLM 0.32.0 serves them.
 
 Each pair of texts is a separate prompt. The score of two texts is the share of words that they have in common.
 """
@@ -25,6 +25,20 @@ class RerankBody(msgspec.Struct, kw_only=True):
     query: str
     documents: list[str]
     top_n: Annotated[int, msgspec.Meta(ge=0)] = 0
+    model: str | None = None
+
+
+class PoolingBody(msgspec.Struct, kw_only=True):
+    """Body of /pooling and /classify."""
+
+    input: str | list[str]
+    model: str | None = None
+
+
+class SpeechBody(msgspec.Struct, kw_only=True):
+    """Body of /v1/audio/speech."""
+
+    input: str
     model: str | None = None
 
 
@@ -67,3 +81,17 @@ def rerank_reply(request_id: str, model: str, body: RerankBody, tokens: int) -> 
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
         "results": results[: body.top_n or None],
     }
+
+
+def pooling_reply(request_id: str, model: str, created: int, tokens: list[int], classifies: bool) -> dict[str, Any]:
+    """Return the answer to /pooling or /classify; `tokens` has the number of prompt tokens of each text."""
+    total = sum(tokens)
+    usage = {"prompt_tokens": total, "total_tokens": total, "completion_tokens": 0, "prompt_tokens_details": None}
+    if classifies:
+        result: dict[str, Any] = {"label": "LABEL_0", "probs": [0.75, 0.25], "num_classes": 2}
+        head = {"id": f"classify-{request_id}"}
+    else:
+        result = {"object": "pooling", "data": [0.75, 0.25]}
+        head = {"id": f"pool-{request_id}"}
+    data = [{"index": number, **result} for number in range(len(tokens))]
+    return {**head, "object": "list", "created": created, "model": model, "data": data, "usage": usage}

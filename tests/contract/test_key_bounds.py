@@ -14,6 +14,7 @@ import pytest
 
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.json_arrays import LONG_BODY_BYTES
+from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.route.load.key_shares import KeyShares
 from kvrouter.router.route.tokens.proxied_paths import AUDIO, PATHS, WITHOUT_PROMPT
 from kvrouter.router.serve.access.api_keys import parse_keys
@@ -65,6 +66,15 @@ def body_of(path: str, **more: Any) -> dict[str, Any]:
     if path == "/query_by_hash":
         return {"model": "m", "block_hashes": [1], **more}
     return PROMPT | ({"worker_id": "w0"} if path == "/reservations" else {}) | more
+
+
+# No engine is known to apply salts to speech.
+SALTED_PATHS = sorted(PATHS - AUDIO - {"/v1/audio/speech"})
+
+
+def salting(path: str, url: str) -> Registration:
+    """Return the registration of an engine that has the path, and applies salts there."""
+    return msgspec.structs.replace(worker("w0", url), engine="sglang" if path == "/generate" else "vllm")
 
 
 @pytest.mark.parametrize("path", HIT_PATHS)
@@ -124,9 +134,12 @@ def test_a_bound_key_sees_its_own_models(app: HttpApi) -> None:
     assert call(app, "GET", "/v1/models/m", headers=bearer("other")).status == 404
 
 
-@pytest.mark.parametrize("path", sorted(PATHS - AUDIO))
+@pytest.mark.parametrize("path", SALTED_PATHS)
 def test_a_proxied_prompt_is_bound_as_a_question_is(file: Path, path: str) -> None:
-    with ScriptedEngine(plain(b"{}")) as engine, proxying(worker("w0", engine.url), api_keys_file=str(file)) as router:
+    with (
+        ScriptedEngine(plain(b"{}")) as engine,
+        proxying(salting(path, engine.url), api_keys_file=str(file)) as router,
+    ):
 
         def sent(name: str, model: str, **more: str) -> int:
             body = {
@@ -148,10 +161,13 @@ def test_a_proxied_prompt_is_bound_as_a_question_is(file: Path, path: str) -> No
         assert len(engine.asked) == requests_before + (3 if path in WITHOUT_PROMPT else 0)
 
 
-@pytest.mark.parametrize("path", sorted(PATHS - AUDIO))
+@pytest.mark.parametrize("path", SALTED_PATHS)
 def test_a_keys_salt_is_put_into_its_proxied_prompts(file: Path, path: str) -> None:
     text = {"model": "m", "prompt": "hi", "messages": [{"role": "user", "content": "hi"}], "input": "hi"}
-    with ScriptedEngine(plain(b"{}")) as engine, proxying(worker("w0", engine.url), api_keys_file=str(file)) as router:
+    with (
+        ScriptedEngine(plain(b"{}")) as engine,
+        proxying(salting(path, engine.url), api_keys_file=str(file)) as router,
+    ):
 
         def sent(name: str, **more: Any) -> Any:
             """Return the salt that the engine got, or the error's code if it got no request."""
@@ -182,7 +198,13 @@ def test_a_key_with_a_salt_sends_nothing_to_engines_that_ignore_it(file: Path, p
     with ScriptedEngine(plain(b"{}")) as engine:
         registration = msgspec.structs.replace(worker("w0", engine.url), engine="sglang")
         with proxying(registration, api_keys_file=str(file)) as router:
-            is_taken = path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", *WITHOUT_PROMPT)
+            is_taken = path in (
+                "/v1/chat/completions",
+                "/v1/completions",
+                "/v1/responses",
+                "/generate",
+                *WITHOUT_PROMPT,
+            )
             for name, more in (("salted", {}), ("bound", {"cache_salt": "mine"})):
                 status, _, answer = router.post(path, text | more, bearer(name))
                 assert status == (200 if is_taken else 403)

@@ -68,6 +68,13 @@ def test_headers_are_decoded_with_all_that_is_read() -> None:
     )
 
 
+def test_names_of_headers_are_read_in_any_case() -> None:
+    names = (b"X-Session-ID", b"x-kvrouter-worker", b"X-REQUEST-ID", b":Path")
+    for number, part in ((2, Part.REQUEST_HEADERS), (3, Part.RESPONSE_HEADERS)):
+        content = field(1, b"".join(header(name, b"Value") for name in names))
+        assert decode(field(number, content)) == Incoming(part, [(name.lower(), b"Value") for name in names])
+
+
 def test_who_served_is_in_metadata_or_in_an_attribute() -> None:
     content = field(3, field(1, header(b":status", b"200")))
     attribute = struct_pb2.Struct()

@@ -184,6 +184,33 @@ def test_the_last_usage_counts_also_behind_what_only_has_its_name() -> None:
     assert read([[raw]])[0] == Usage(2)
 
 
+@given(st.data())
+def test_sglangs_meta_info_is_read_however_it_is_cut(data: st.DataObject) -> None:
+    events = [
+        {
+            "text": "x" * number + data.draw(texts),
+            "output_ids": list(range(number)),
+            "meta_info": {
+                "id": "a",
+                "finish_reason": {"type": "length", "length": number},
+                "prompt_tokens": 9,
+                "completion_tokens": number,
+                "cached_tokens": 4,
+                "cached_tokens_details": {"device": 4, "host": 0},
+            },
+        }
+        for number in range(1, data.draw(st.integers(1, 5)) + 1)
+    ]
+    raw = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    reader = UsageReader(streams=True, key=b'"meta_info"')
+    for parts in data.draw(cuts(raw.encode())):
+        reader.feed(parts)
+    assert (reader.usage(), reader.events) == (Usage(9, len(events), 4), len(events))
+    other = UsageReader(streams=True)
+    other.feed([raw.encode()])
+    assert other.usage() is None
+
+
 def test_what_is_kept_is_bounded() -> None:
     reader = UsageReader(streams=True)
     for _ in range(100):

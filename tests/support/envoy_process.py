@@ -58,6 +58,13 @@ end
 """
 
 
+REWRITE_SCRIPT = """
+function envoy_on_request(request)
+  if request:headers():get(":path") == "{given}" then request:headers():replace(":path", "{sent}") end
+end
+"""
+
+
 def typed(name: str, **fields: Any) -> dict[str, Any]:
     return {"@type": f"{TYPE}.{name}", **fields}
 
@@ -136,6 +143,7 @@ def envoy_config(
     http2: bool = False,
     picker_tls: bool = False,
     trailers: bool = False,
+    rewrites: tuple[str, str] | None = None,
     **filter_options: Any,
 ) -> dict[str, Any]:
     """Return the configuration of an Envoy in front of engines.
@@ -151,6 +159,7 @@ def envoy_config(
         http2: Whether Envoy speaks HTTP/2 with the engines.
         picker_tls: Whether Envoy speaks TLS with the picker, without verifying its certificate, as gateways do.
         trailers: Whether Envoy forwards the trailers of HTTP/1 requests.
+        rewrites: A path and the one that Envoy sends its requests to, after the pick.
         **filter_options: Further options of the ext_proc filter.
     """
     filters: list[dict[str, Any]] = []
@@ -200,6 +209,10 @@ def envoy_config(
             context = typed("extensions.transport_sockets.tls.v3.UpstreamTlsContext", common_tls_context={})
             picker["transport_socket"] = {"name": "envoy.transport_sockets.tls", "typed_config": context}
         clusters.append(picker)
+    if rewrites is not None:
+        script = REWRITE_SCRIPT.format(given=rewrites[0], sent=rewrites[1])
+        lua = typed("extensions.filters.http.lua.v3.Lua", default_source_code={"inline_string": script})
+        filters.append({"name": "rewrite", "typed_config": lua})
     filters.append({"name": "router", "typed_config": typed("extensions.filters.http.router.v3.Router")})
     route: dict[str, Any] = {"cluster": "engines", "timeout": "0s"}
     if retries:

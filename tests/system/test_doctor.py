@@ -26,6 +26,7 @@ from kvrouter.router.observe.quality.prediction_judge import ALONE_MIN, COUNTED_
 from kvrouter.router.serve.proxy.circuit_breaker import FAILURES_TO_OPEN
 from kvrouter.router.serve.proxy.refused_requests import COUNTED_MIN as REFUSED_MIN
 from kvrouter.simulator.cache.shapes import make_geometry
+from kvrouter.simulator.http.engine_flags import EngineFlags
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
 from tests.support.clinic import Clinic
 from tests.support.engine_http import EngineHttp
@@ -445,3 +446,32 @@ def test_kv405_names_engines_that_make_different_tokens(
         with clinic.worker("t0", url=one.url, **fields), clinic.worker("t1", url=two.url, **fields):
             clinic.router.request("POST", "/select", {"model": "texts", "prompt": "a text"})
             assert "make different tokens of one text" in clinic.find("KV405", "model texts").evidence
+
+
+def test_kv408_names_vllms_rust_front_end_and_what_it_lacks(
+    clinic: Clinic, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    rust = EngineFlags(rust_front_end=True)
+    server = ReplicaServer(make_geometry("gemma3"), POOL_BLOCKS, context=context, model="rust", flags=rust)
+    thread = ServerThread([server])
+    thread.start()
+    try:
+        # Its address alone is registered: the front end names the model and the events.
+        with clinic.worker("r0", url=server.endpoints["url"], model="rust"):
+            clinic.router.request("POST", "/select", {"model": "rust", "prompt": "a text"})
+            finding = clinic.find("KV408", "model rust")
+            assert "vLLM's Rust front end 0.32.0" in finding.evidence and "/v1/completions/render" in finding.evidence
+            assert "each request to /v1/responses" in finding.evidence and "each chat" not in finding.evidence
+            assert "--tokenizer MODEL=FOLDER" in finding.fix
+            assert "KV406" not in clinic.codes()
+    finally:
+        thread.stop()
+
+
+def test_another_front_end_without_render_endpoints_is_no_finding(
+    clinic: Clinic, replicas: list[dict[str, Any]]
+) -> None:
+    with clinic.worker("r1", **of(replicas[0])):
+        clinic.router.request("POST", "/select", {"model": MODEL, "prompt": "a text"})
+        clinic.router.wait_row("r1", lambda row: row["tokens"]["way"] == "tokenize", "verified")
+        assert "KV408" not in clinic.codes()

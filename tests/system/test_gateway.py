@@ -309,22 +309,98 @@ def test_a_body_over_the_limit_is_413(site: Site) -> None:
         assert error["code"] == "body_too_large" and "max_body_bytes" in error["message"]
 
 
-def test_pieces_behind_a_refusal_get_no_second_one(site: Site) -> None:
-    # Encode each ProcessingRequest: its request_headers with a POST to /v1/completions, or its request_body.
-    def field(number: int, content: bytes) -> bytes:
-        size, length = len(content), bytearray()
-        while size > 127:
-            length.append(size & 127 | 128)
-            size >>= 7
-        return bytes([number << 3 | 2, *length, size]) + content
+def field(number: int, content: bytes) -> bytes:
+    """Encode a length-delimited field, as protobuf writes it."""
+    size, length = len(content), bytearray()
+    while size > 127:
+        length.append(size & 127 | 128)
+        size >>= 7
+    return bytes([number << 3 | 2, *length, size]) + content
 
-    headers = [(b":method", b"POST"), (b":path", COMPLETIONS.encode())]
-    head = b"".join(field(1, field(1, name) + field(3, value)) for name, value in headers)
-    piece = field(4, field(1, b"x" * (MAX_BODY_BYTES // 2)))
+
+def head(headers: dict[str, str] | None = None) -> bytes:
+    """Return the ProcessingRequest with the headers of a POST to /v1/completions."""
+    named = {":method": "POST", ":path": COMPLETIONS, **(headers or {})}
+    listed = (field(1, field(1, name.encode()) + field(3, value.encode())) for name, value in named.items())
+    return field(2, field(1, b"".join(listed)))
+
+
+def piece(data: bytes, *, ends: bool = False) -> bytes:
+    """Return the ProcessingRequest with a piece of the body."""
+    return field(4, field(1, data) + b"\x10\x01" * ends)
+
+
+# The headers of the engine's answer.
+ANSWER = field(3, field(1, field(1, field(1, b":status") + field(3, b"200"))))
+
+
+def replies_to(site: Site, *messages: bytes) -> list[bytes]:
+    """Return the replies to one stream of ProcessingRequests, without a gateway."""
     with grpc.insecure_channel(f"127.0.0.1:{site.gateway_port}") as channel:
-        process = channel.stream_stream("/envoy.service.ext_proc.v3.ExternalProcessor/Process")
-        replies = list(process(iter([field(2, field(1, head)), *[piece] * 8])))
+        return list(channel.stream_stream("/envoy.service.ext_proc.v3.ExternalProcessor/Process")(iter(messages)))
+
+
+def test_pieces_behind_a_refusal_get_no_second_one(site: Site) -> None:
+    replies = replies_to(site, head(), *[piece(b"x" * (MAX_BODY_BYTES // 2))] * 8)
     assert len(replies) == 1 and b"max_body_bytes" in replies[0]
+
+
+@pytest.mark.parametrize("number", range(REPLICAS))
+def test_headers_count_in_any_case(site: Site, number: int) -> None:
+    named = {"X-KVRouter-Worker": f"w{number}", "X-Session-ID": "s-2", "X-Request-Id": f"any-case-{number}"}
+    routed, *_ = replies_to(site, head(named), piece(json.dumps(completion([5] * 90)).encode(), ends=True), ANSWER)
+    assert endpoint_of(site.urls[number]).encode() in routed and f"any-case-{number}".encode() in routed
+    # The pin goes no further: its name is among the headers to remove.
+    assert field(2, b"x-kvrouter-worker") in routed
+
+
+def wrong_ends(site: Site, kind: str) -> float:
+    return site.router.metric("kvrouter_gateway_wrong_ends_total", kind=kind)
+
+
+def test_a_body_whose_end_comes_twice_is_answered_once(site: Site) -> None:
+    body = json.dumps(completion([7] * 90)).encode()
+    before = wrong_ends(site, "repeated")
+    last = piece(body[60:], ends=True)
+    alone = replies_to(site, head(), piece(body[:60]), last, ANSWER)
+    repeated = replies_to(site, head(), piece(body[:60]), last, last, piece(b"", ends=True), ANSWER, last)
+    assert len(alone) == len(repeated) == 4 and alone[1:3] == repeated[1:3]
+    until(lambda: wrong_ends(site, "repeated") - before == 3, "each repeated piece is counted")
+    site.wait_idle()
+
+
+def test_other_data_behind_the_end_of_a_body_ends_the_stream(site: Site) -> None:
+    body = json.dumps(completion([7] * 90)).encode()
+    with pytest.raises(grpc.RpcError) as error:
+        replies_to(site, head(), piece(body, ends=True), piece(b"more", ends=True))
+    assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "4 bytes came after the end of the request's body" in error.value.details()
+    site.wait_idle()
+
+
+def test_a_body_whose_end_comes_too_early_is_completed(site: Site) -> None:
+    body = json.dumps(completion([7] * 90)).encode()
+    before = wrong_ends(site, "early")
+    parts = [piece(body[:9], ends=True), piece(body[9:70], ends=True), piece(body[70:], ends=True)]
+    replies = replies_to(site, head(), *parts, ANSWER)
+    assert len(replies) == 5 and b"".join(replies).count(b"x-kvrouter-selection-id") == 1
+    until(lambda: wrong_ends(site, "early") - before == 1, "the early end is counted")
+    site.wait_idle()
+
+
+def test_a_body_that_stays_cut_is_malformed(site: Site) -> None:
+    body = json.dumps(completion([7] * 90)).encode()
+    for cut in (body[:-1], b""):
+        (reply,) = replies_to(site, head(), piece(cut, ends=True))
+        assert b"malformed_body" in reply and b"truncated" in reply
+    for envoy in (site.duplex, site.held):
+        connection = http.client.HTTPConnection("127.0.0.1", envoy.port, timeout=TIMEOUT_S)
+        connection.request("POST", COMPLETIONS, iter([body[:50], body[50:-1]]), encode_chunked=True)
+        answer = connection.getresponse()
+        assert answer.status == 400 and json.loads(answer.read())["error"]["code"] == "malformed_body"
+        connection.close()
+    assert site.router.metric("kvrouter_internal_errors_total", where="gateway") == 0
+    site.wait_idle()
 
 
 def test_clients_of_http_2_are_served(site: Site, tmp_path: Path) -> None:

@@ -14,11 +14,14 @@ import pytest
 from kvrouter.router.base.common.compiled import caution
 from kvrouter.router.base.common.errors import BadQuestion
 from kvrouter.router.route.tokens.client_body import EMBEDDINGS_PATH, TEXT_PATH, read_client_body
-from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
+from kvrouter.router.route.tokens.prompt_tokens import Prompt, TokensUnknown
 from kvrouter.router.route.tokens.token_request import TokenRequest, read
 from kvrouter.router.serve.proxy.openai_body import openai_body
 
-ESCAPED = {TEXT_PATH: (b'"prompt"', b'"promp\\u0074"'), EMBEDDINGS_PATH: (b'"input"', b'"in\\u0070ut"')}
+ESCAPED = {
+    TEXT_PATH: (b'"prompt"', b'"promp\\u0074"'),
+    EMBEDDINGS_PATH: (b'"input"', b'"in\\u0070ut"'),
+}
 
 
 def outcome(path: str, raw: bytes) -> Any:
@@ -31,7 +34,9 @@ def outcome(path: str, raw: bytes) -> Any:
         return type(error), str(error)
     if isinstance(prompt, TokenRequest):
         return limits, prompt.kind, {name: bytes(value) for name, value in prompt.fields.items()}
-    return limits, prompt.dtype, prompt.tolist()
+    ids = prompt.token_ids if isinstance(prompt, Prompt) else prompt
+    assert ids is not None
+    return limits, ids.dtype, ids.tolist()
 
 
 @pytest.mark.parametrize("path", ESCAPED)

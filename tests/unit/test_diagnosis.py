@@ -176,6 +176,7 @@ FAULTS: dict[str, Snapshot] = {
     "KV405": snapshot(tokens=[("m", URL, "engines of the model make different tokens of one text")]),
     "KV406": snapshot(missing_tokens=[MissingTokens("m", 9, 9, "unauthorized", "it answers 401")]),
     "KV407": doubt(DoubtKind.UNFORESEEN),
+    "KV408": snapshot(front_ends=[("m", URL, "vLLM's Rust front end 0.33.0 has no render endpoints")]),
     "KV501": snapshot(store=StoreFacts(problem="Redis has not answered for 3 s")),
     "KV502": snapshot(server={"policy": "allkeys-lru"}),
     "KV503": snapshot(server={"appends": False, "save": ""}),

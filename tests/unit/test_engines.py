@@ -30,7 +30,7 @@ from kvrouter.router.model.workers.registration import CatalogSpec, GroupSpec, R
 from kvrouter.router.model.workers.registration_from_body import registration_of
 from kvrouter.router.route.tokens.engine.wire import RenderQuirks, tokenize_body
 from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
-from kvrouter.router.route.tokens.proxied_paths import PAIRS, WITH_PROMPT
+from kvrouter.router.route.tokens.proxied_paths import AUDIO, INFERENCE_PATHS
 from kvrouter.router.route.tokens.token_request import TokenRequest
 
 PAGE_TOKENS = 4
@@ -220,7 +220,9 @@ def test_tokenize_is_given_what_the_real_endpoint_reads() -> None:
 
 
 def test_engines_name_the_paths_at_which_they_apply_a_cache_salt() -> None:
-    assert ENGINES["sglang"].salted_paths < ENGINES["vllm"].salted_paths == WITH_PROMPT | PAIRS
+    assert ENGINES["sglang"].salted_paths - {"/generate"} < ENGINES["vllm"].salted_paths
+    # These are none of vLLM's paths: forms, SGLang's own, and the one of vLLM-Omni.
+    assert INFERENCE_PATHS - ENGINES["vllm"].salted_paths == AUDIO | {"/generate", "/v1/audio/speech"}
 
 
 @pytest.mark.parametrize(
@@ -237,3 +239,18 @@ def test_engines_name_the_paths_at_which_they_apply_a_cache_salt() -> None:
 )
 def test_some_requests_have_the_whole_prompt_computed(fields: dict[str, object], vllm: bool, sglang: bool) -> None:
     assert (ENGINES["vllm"].skips_cache(fields), ENGINES["sglang"].skips_cache(fields)) == (vllm, sglang)
+
+
+@pytest.mark.parametrize(
+    ("answer", "front_end"),
+    [
+        (b'{"version":"0.33.0","rust_frontend_version":"0.33.0"}', "vLLM's Rust front end 0.33.0"),
+        (b'{"version":"0.33.0"}', ""),
+        (b'{"rust_frontend_version":7}', ""),
+        (b"", ""),
+        (b"[" * 100_000, ""),
+    ],
+)
+def test_vllms_front_end_in_rust_names_itself(answer: bytes, front_end: str) -> None:
+    assert ENGINES["vllm"].tokens.front_end_in(answer) == front_end
+    assert ENGINES["sglang"].tokens.front_end_in(answer) == ""

@@ -129,7 +129,8 @@ def test_the_one_message_of_a_buffered_body_is_the_whole_body(ends: bool) -> Non
     if not ends:
         # The request may end with trailers, if the gateway shows them.
         assert stream.receive(Incoming(Part.REQUEST_TRAILERS, ends=True)) == [TrailersReply(Part.REQUEST_TRAILERS)]
-    with pytest.raises(ProtocolError, match="RESPONSE_HEADERS was to come"):
+    assert stream.receive(body(b"abc", ends=ends)) == [KeptBody(Part.REQUEST_BODY)]
+    with pytest.raises(ProtocolError, match="1 bytes came after the end of the request's body, which had 3 bytes"):
         stream.receive(body(b"d", ends=True))
 
 
@@ -278,10 +279,68 @@ def test_a_stream_begins_with_the_requests_headers(part: Part) -> None:
         ProcessStream(1_000).receive(Incoming(part))
 
 
-@pytest.mark.parametrize("part", [Part.REQUEST_HEADERS, Part.REQUEST_BODY, Part.RESPONSE_BODY, Part.RESPONSE_TRAILERS])
+@pytest.mark.parametrize("part", [Part.REQUEST_HEADERS, Part.RESPONSE_BODY, Part.RESPONSE_TRAILERS])
 def test_a_request_that_has_gone_on_waits_for_its_answers_headers(part: Part) -> None:
     with pytest.raises(ProtocolError, match="RESPONSE_HEADERS was to come"):
         sent().receive(Incoming(part))
+
+
+@pytest.mark.parametrize("answering", [False, True])
+def test_pieces_behind_the_end_that_add_nothing_are_passed_over(answering: bool) -> None:
+    stream = begun(headers(), body(b"{"), body(b"}", ends=True))
+    stream.send_on(Route(ENDPOINT))
+    if answering:
+        stream.receive(Incoming(Part.RESPONSE_HEADERS, STATUS))
+    for data in (b"}", b"", b"}", b" \n"):
+        assert stream.receive(body(data, ends=True)) == []
+    assert stream.repeated_pieces == 4
+    if answering:
+        assert stream.receive(answer(b"one", ends=True)) == [BodyReply(Part.RESPONSE_BODY, b"one", ends=True)]
+
+
+@pytest.mark.parametrize("data", [b"{}", b"x", b"{"])
+def test_other_data_behind_the_end_is_an_error_that_says_so(data: bytes) -> None:
+    stream = begun(headers(), body(b"{"), body(b"}", ends=True))
+    stream.send_on(Route(ENDPOINT))
+    with pytest.raises(ProtocolError, match=f"{len(data)} bytes came after the end of the request's body"):
+        stream.receive(body(data, ends=True))
+
+
+def test_white_space_behind_an_unknown_body_is_data() -> None:
+    unknown = Incoming(Part.REQUEST_HEADERS, [(b":method", b"POST"), (b":path", b"/files")])
+    stream = begun(unknown, body(b"x", ends=True))
+    stream.send_on(Route(ENDPOINT))
+    with pytest.raises(ProtocolError, match="1 bytes came after the end"):
+        stream.receive(body(b"\n"))
+
+
+def test_a_body_marked_as_whole_too_early_is_completed() -> None:
+    stream = begun(headers(), body(b"{", ends=True))
+    assert stream.request is not None and stream.request.may_go_on
+    stream.wait_for_rest()
+    assert stream.receive(body(b"", ends=True)) == [] and stream.request is None
+    stream.receive(body(b"}", ends=True))
+    assert stream.request is not None and stream.request.body == b"{}"
+    assert [reply for reply in stream.send_on(Route(ENDPOINT)) if isinstance(reply, BodyReply)] == [
+        BodyReply(Part.REQUEST_BODY, b"{", ends=False),
+        BodyReply(Part.REQUEST_BODY, b"}", ends=True),
+    ]
+    assert (stream.was_repaired, stream.repeated_pieces, stream.is_cut) == (True, 1, False)
+
+
+@pytest.mark.parametrize("length", [None, b"1", b"2"])
+def test_a_body_of_its_announced_length_has_no_rest(length: bytes | None) -> None:
+    named = HEADERS if length is None else [*HEADERS, (b"content-length", length)]
+    stream = begun(Incoming(Part.REQUEST_HEADERS, named), body(b"{", ends=True))
+    assert stream.request is not None and stream.request.may_go_on == (length != b"1")
+
+
+def test_a_cut_body_whose_rest_does_not_come_is_offered_as_it_is() -> None:
+    for last in (None, Incoming(Part.REQUEST_TRAILERS, ends=True)):
+        stream = begun(headers(), body(b"{", ends=True))
+        stream.wait_for_rest()
+        assert (stream.end_cut() if last is None else stream.receive(last)) == []
+        assert stream.request is not None and stream.request.body == b"{" and not stream.request.may_go_on
 
 
 def test_the_gateways_own_answer_to_half_a_request_passes() -> None:

@@ -153,6 +153,27 @@ def test_bodies_of_every_kind_are_read(tmp_path: Path) -> None:
     assert any("estimated from text" in note for note in trace.notes)
 
 
+def test_bodies_of_the_engines_own_paths_are_read(tmp_path: Path) -> None:
+    ids = list(range(100))
+    path = lines(
+        tmp_path / "t",
+        {"time": 1, "token_ids": ids, "sampling_params": {"max_tokens": 7}},
+        {"time": 2, "body": {"input_ids": ids, "sampling_params": {"max_new_tokens": 8}}},
+        {"time": 3, "input_ids": [ids, [1]], "sampling_params": [{}]},
+        {"time": 4, "text": "Hi " * 100, "response": {"meta_info": {"prompt_tokens": 75, "completion_tokens": 3}}},
+    )
+    trace = read(path)
+    assert trace.format == "openai"
+    assert [(request.prompt_tokens, request.output_tokens) for request in trace.requests] == [
+        (100, 7),
+        (100, 8),
+        (100, 256),
+        (1, 256),
+        (75, 3),
+    ]
+    assert trace.requests[0].pieces.tolist() == trace.requests[1].pieces.tolist()
+
+
 def test_sessions_that_a_trace_names_are_read(tmp_path: Path) -> None:
     """Read sessions as numbers: equal names give equal numbers, in every format."""
     body = {"time": 1, "prompt": [1, 2], "usage": {"completion_tokens": 1}}

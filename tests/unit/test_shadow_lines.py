@@ -46,6 +46,36 @@ def test_a_body_is_found_wherever_it_stands(line: dict[str, Any]) -> None:
     assert line_read.outcome == Outcome(None, None, None) and line_read.seen_s == NOW_S
 
 
+@pytest.mark.parametrize(
+    "body", [{"token_ids": [1, 2, 3]}, {"input_ids": [1, 2, 3], "sampling_params": {}}, {"input_ids": [[1, 2, 3]]}]
+)
+def test_bodies_with_token_ids_are_judged(body: dict[str, Any]) -> None:
+    usage = {"prompt_tokens": 3, "completion_tokens": 1, "cached_tokens": 2}
+    for line in (body, {"body": body}):
+        line_read = read({**line, "response": {"text": "x", "meta_info": usage}})
+        question = json.loads(line_read.question)
+        assert (question["token_ids"], question["model"]) == ([1, 2, 3], "m") and "input_ids" not in question
+        assert line_read.outcome == Outcome(None, 2, 3)
+
+
+def test_a_text_is_a_prompt_in_a_body_alone() -> None:
+    question = json.loads(read({"text": "of the log", "body": {"text": "hello"}}).question)
+    assert question["prompt"] == "hello" and "text" not in question
+    with pytest.raises(Unjudged):
+        read({"text": "of the log"})
+    with pytest.raises(Unjudged):
+        read({"body": {"input": "hi", "text": {"format": {"type": "json_object"}}}})
+
+
+@pytest.mark.parametrize(
+    "body", [{"input_ids": [1], "lora_path": "a"}, {"text": "a", "image_data": "b"}, {"token_ids": [1], "features": {}}]
+)
+def test_prompts_with_other_blocks_than_those_of_their_tokens_are_not_judged(body: dict[str, Any]) -> None:
+    with pytest.raises(Unjudged) as unjudged:
+        read({"body": body})
+    assert unjudged.value.reason is Skip.TOKENS_UNKNOWN
+
+
 def test_worker_usage_id_and_age_are_read() -> None:
     usage = {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
     line_read = read(

@@ -168,6 +168,7 @@ class Diagnosis:
             endpoints=endpoints,
             engine_clocks=ahead,
             tokens=self._tokens.differences(),
+            front_ends=self._tokens.front_ends(),
             missing_tokens=tuple(self._tokens.missing()),
             store=StoreFacts(
                 problem=store.problem or "",

@@ -68,6 +68,9 @@ def prediction_findings(snapshot: Snapshot) -> Iterator[Finding]:
     for model, url, problem in snapshot.tokens:
         subject = Subject.of_model(model)
         yield found("KV405", subject._replace(text=f"{subject.text} at {url}") if url else subject, problem)
+    for model, url, problem in snapshot.front_ends:
+        subject = Subject.of_model(model)
+        yield found("KV408", subject._replace(text=f"{subject.text} at {url}"), problem)
 
 
 def _of_prompts(snapshot: Snapshot) -> Iterator[Finding]:

@@ -149,6 +149,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     # The cases in which the router's tokens of a text may differ from the engine's: model, engine's URL (empty if the
     # case concerns no single engine) and problem.
     tokens: Sequence[tuple[str, str, str]] = ()
+    # Front ends without the engine's render endpoints: model, engine's URL, and what they lack.
+    front_ends: Sequence[tuple[str, str, str]] = ()
     # Models whose texts mostly have no tokens.
     missing_tokens: Sequence[MissingTokens] = ()
     store: StoreFacts = StoreFacts()

@@ -427,7 +427,7 @@ class Assembly:
             return None, None
         # Imported only if the port is wanted, because gRPC is an extra.
         from kvrouter.router.serve.gateway.grpc_server import Certificate, GatewayServer
-        from kvrouter.router.serve.gateway.picker import Picker
+        from kvrouter.router.serve.gateway.picker import Picker, translated_paths
 
         def ready() -> str | None:
             if self._shutdown.begun:
@@ -449,6 +449,7 @@ class Assembly:
             decoding=BodyDecoding(config.max_body_bytes, metrics.http.encoded_bodies),
             models=core.models,
             fallbacks=config.gateway_fallbacks,
+            translated=translated_paths(config.gateway_translated_paths),
             clock=time.monotonic,
             rng=random.Random(),
         )

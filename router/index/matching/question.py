@@ -53,6 +53,8 @@ class Question(msgspec.Struct, frozen=True, gc=False):
     held: bool = False
     # Kinds of engines that reuse nothing, because the request wants a result that needs the whole prompt computed.
     without_cache: frozenset[str] = frozenset()
+    # Whether the engine gets another body than the one that the tokens were made of, so that they are a guess.
+    is_guess: bool = False
     # The hashes that were made before the match (`Matcher.hash_steps`), by hash space.
     hashers: dict[HashSpace, PromptHasher] = {}
 

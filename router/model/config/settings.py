@@ -100,6 +100,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "0 to 8: endpoints named behind the picked one, for gateways that try the next when one fails", ge=0, le=8
         ),
     ] = 0
+    # The picker sees the client's body, and cannot see that the engine gets another one.
+    gateway_translated_paths: Annotated[
+        tuple[str, ...],
+        setting(
+            "a list of paths like /v1/messages whose requests the gateway translates into another API behind the pick: "
+            "the tokens of their prompts are a guess, so nothing is predicted for them",
+            metavar="PATH",
+            flag="--gateway-translated-path",
+        ),
+    ] = ()
     redis: Annotated[
         str | None,
         setting(

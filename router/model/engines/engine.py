@@ -46,6 +46,10 @@ class TokenEndpoints(msgspec.Struct, frozen=True, eq=False):
     names_arguments: bool
     # Whether the engine converts messages of Anthropic's API into chats in the same way as this router.
     reads_messages: bool
+    # The path whose answer names a front end that stands before the engine, or "" if there is no other front end.
+    version_path: str = ""
+    # Returns the front end in such an answer with its version, for people, or "" if the engine itself answers.
+    front_end_in: Callable[[bytes], str] = lambda answer: ""
 
 
 class OperatorFlags(msgspec.Struct, frozen=True):
@@ -111,4 +115,7 @@ class NotThisEngine(ValueError):
 
 
 # Fields that decide whether an engine computes the whole prompt (`Engine.skips_cache`).
-CACHE_FIELDS = frozenset({"echo", "logprobs", "prompt_logprobs"})
+SAMPLING_PARAMS = "sampling_params"
+CACHE_FIELDS = frozenset({"echo", "logprobs", "prompt_logprobs", SAMPLING_PARAMS})
+# Such fields within the object `sampling_params`.
+CACHE_PARAMS = frozenset({"prompt_logprobs", "skip_reading_prefix_cache"})

@@ -55,7 +55,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True, gc=False):
     time_s: float
     model: str
     num_tokens: int
-    # How many tokens of the prompt are known; None if only its hashes are.
+    # How many tokens of the prompt are known; None if only its hashes are, and 0 if they are a guess.
     known_tokens: int | None
     session_id: str | None
     max_tokens: int | None
@@ -68,7 +68,8 @@ class Decision(msgspec.Struct, frozen=True, array_like=True, gc=False):
 def decision_of(selection_id: str, time_s: float, request: PlacementRequest, choice: Choice) -> Decision:
     """Return a decision as it is kept. `choice` must have its comparison."""
     question = request.question
-    known_tokens = 0 if question.is_blind else None if question.token_ids is None else len(question.token_ids)
+    is_unknown = question.is_blind or question.is_guess
+    known_tokens = 0 if is_unknown else None if question.token_ids is None else len(question.token_ids)
     return Decision(
         selection_id,
         time_s,

@@ -291,9 +291,10 @@ EXPLANATIONS: dict[str, Explanation] = {
     ),
     "KV402": Explanation(
         "Most of the last prompts had another length at the engine, so its tokenizer or chat template differs "
-        "from the router's.",
+        "from the router's. Behind a gateway, it may also translate requests after the pick.",
         "Give the router the engine's tokenizer folder with its chat template (`--tokenizer MODEL=FOLDER`), or "
-        "none, so that the engine tokenizes (docs/how-to/tokenizers.md).",
+        "none, so that the engine tokenizes (docs/how-to/tokenizers.md). Name the paths that a gateway translates in "
+        "`gateway_translated_paths` (docs/how-to/gateway.md).",
     ),
     "KV403": Explanation(
         "The engine reuses less than the router predicted. The evidence says how often, and whether the requests "
@@ -332,6 +333,13 @@ EXPLANATIONS: dict[str, Explanation] = {
         "`/v1/messages`): all tenants share one cache, so update the engine. If the engine stored blocks before "
         "the router followed it, give it a replay endpoint or the engine patch. If neither holds, report it: "
         "docs/how-to/doctor.md says how.",
+    ),
+    "KV408": Explanation(
+        "vLLM may run behind a front end in Rust (`VLLM_USE_RUST_FRONTEND=1`), which answers 404 to the endpoints that "
+        "return the tokens of a request. The router asks its `/tokenize` and compares that with the engine; requests "
+        "that neither explains are placed by load. Token ids are placed exactly.",
+        "Give the router the engine's tokenizer folder (`--tokenizer MODEL=FOLDER`), or start vLLM with its front end in "
+        "Python and `--enable-scale-out`.",
     ),
     "KV501": Explanation(
         "Redis does not answer, or it takes no commits. Answers continue from memory; other routers learn "

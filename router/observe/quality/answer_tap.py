@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from kvrouter.router.observe.quality.concurrency import Flight
 from kvrouter.router.observe.quality.usage_reader import Usage, UsageReader
+from kvrouter.router.route.tokens.proxied_paths import USAGE_KEY
 
 log = logging.getLogger("kvrouter.quality")
 
@@ -27,7 +28,14 @@ class AnswerTap:
     __slots__ = ("_clock", "_flight", "_reader", "_send", "_streams", "first_s", "last_s", "pause_s", "was_alone")
 
     def __init__(
-        self, send: Send, clock: Callable[[], float], flight: Flight, *, streams: bool, readable: bool
+        self,
+        send: Send,
+        clock: Callable[[], float],
+        flight: Flight,
+        *,
+        streams: bool,
+        readable: bool,
+        usage_key: bytes = USAGE_KEY,
     ) -> None:
         """Create the observer of one answer's bytes.
 
@@ -37,12 +45,13 @@ class AnswerTap:
             flight: The request at its worker.
             streams: Whether the answer consists of events, whose times are measured.
             readable: Whether the bytes are not compressed, so that they can be read here.
+            usage_key: The key of the engine's report of usage.
         """
         self._send = send
         self._clock = clock
         self._flight = flight
         self._streams = streams
-        self._reader = UsageReader(streams=streams) if readable else None
+        self._reader = UsageReader(streams=streams, key=usage_key) if readable else None
         self.first_s: float | None = None
         # The time of the last event, and the longest time between two.
         self.last_s = 0.0

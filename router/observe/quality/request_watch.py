@@ -32,7 +32,7 @@ from kvrouter.router.observe.quality.quality_metrics import QualityMetrics, Work
 from kvrouter.router.observe.quality.reuse_report import ReuseReport
 from kvrouter.router.route.load.traffic_sums import NO_MODEL, TrafficSums
 from kvrouter.router.route.placement.placement_request import Placement, PlacementRequest
-from kvrouter.router.route.tokens.proxied_paths import INFERENCE_PATHS
+from kvrouter.router.route.tokens.proxied_paths import INFERENCE_PATHS, PROXIED, USAGE_KEY
 
 if TYPE_CHECKING:
     # An extra, which is imported only if traces are wanted.
@@ -194,9 +194,10 @@ class RequestWatch:
         question = request.question
         self._model = question.model
         # If only the beginning of a prompt is known, more may be reused than can be predicted.
-        self._predicted = question.token_ids is not None and len(question.token_ids) == question.num_tokens
+        is_whole = question.token_ids is not None and len(question.token_ids) == question.num_tokens
+        self._predicted = is_whole and not question.is_guess
         self._has_salt = bool(question.cache_salt)
-        if self._quality.logs_access:
+        if self._quality.logs_access and not question.is_guess:
             self._question = question
         if self._trace is not None:
             self._trace.asked(request, self._quality.clock())
@@ -250,7 +251,15 @@ class RequestWatch:
         for name, value in headers:
             if name == b"content-encoding":
                 encoded = encoded or value.strip().lower() != b"identity"
-        self._tap = AnswerTap(send, self._quality.clock, self._flight, streams=streams, readable=not encoded)
+        proxied = PROXIED.get(self._path)
+        self._tap = AnswerTap(
+            send,
+            self._quality.clock,
+            self._flight,
+            streams=streams,
+            readable=not encoded,
+            usage_key=USAGE_KEY if proxied is None else proxied.usage_key,
+        )
         return self._tap
 
     def told(self) -> ReuseReport:

@@ -31,6 +31,7 @@ from kvrouter.router.base.common.version import VERSION
 from kvrouter.router.model.config.settings import without_password
 from kvrouter.router.observe.quality.reuse_report import ReuseReport
 from kvrouter.router.route.placement.placement_request import Placement, PlacementRequest
+from kvrouter.router.route.tokens.proxied_paths import PROXIED
 
 log = logging.getLogger("kvrouter.quality")
 
@@ -50,14 +51,6 @@ NS = 1_000_000_000
 MAX_TEXT_CHARS = 1_024
 
 TRACE_HEADERS = (b"traceparent", b"tracestate")
-# gen_ai.operation.name, by path. Source: OpenTelemetry semantic conventions for generative AI.
-OPERATIONS = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "text_completion",
-    "/v1/responses": "chat",
-    "/v1/embeddings": "embeddings",
-    "/v1/messages": "chat",
-}
 
 Attributes = dict[str, Any]
 Headers = list[tuple[bytes, bytes]]
@@ -187,8 +180,10 @@ class RequestTrace:
         attributes: Attributes = {"http.request.method": "POST", "http.route": path, "url.path": path}
         if request_id:
             attributes["kvrouter.request_id"] = request_id
-        if path in OPERATIONS:
-            attributes["gen_ai.operation.name"] = OPERATIONS[path]
+        proxied = PROXIED.get(path)
+        if proxied is not None and proxied.operation is not None:
+            # Source: OpenTelemetry semantic conventions for generative AI.
+            attributes["gen_ai.operation.name"] = proxied.operation
         self._span = tracing.tracer.start_span(
             f"POST {path}",
             context=tracing.propagator.extract(_carrier(headers), Context()),

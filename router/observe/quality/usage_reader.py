@@ -17,7 +17,8 @@ from typing import Any
 
 import msgspec
 
-KEY = b'"usage"'
+from kvrouter.router.route.tokens.proxied_paths import USAGE_KEY
+
 # The start of a line with data in a stream; lines of comments and pings have none.
 EVENT = b"\ndata:"
 # vLLM's usage has some hundred bytes; with one number for each turn of a tool's conversation, some thousand.
@@ -58,11 +59,17 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
 class UsageReader:
     """The reader of one answer: `feed` it in order, then read `usage` and `events`."""
 
-    __slots__ = ("_begun", "_candidates", "_error", "_in_comment", "_streams", "_tail", "_value")
+    __slots__ = ("_begun", "_candidates", "_error", "_in_comment", "_key", "_streams", "_tail", "_value")
 
-    def __init__(self, *, streams: bool) -> None:
-        """Create a reader. `streams` means that the answer has events to count."""
+    def __init__(self, *, streams: bool, key: bytes = USAGE_KEY) -> None:
+        """Create a reader.
+
+        Args:
+            streams: Whether the answer has events to count.
+            key: The key of the usage, with its quotes; at most TAIL_BYTES long.
+        """
         self._streams = streams
+        self._key = key
         # A stream's first line has no line end before it.
         self._tail = b"\n"
         # Whether the line that the next bytes continue is a comment, unless its beginning is in the tail.
@@ -79,14 +86,15 @@ class UsageReader:
         tail = self._tail
         fresh = len(tail)
         window = b"".join((tail, *parts))
-        key = window.find(KEY, max(0, fresh - len(KEY) + 1))
+        name = self._key
+        key = window.find(name, max(0, fresh - len(name) + 1))
         while key >= 0:
-            end = key + len(KEY)
+            end = key + len(name)
             if not (self._streams and self._is_comment(window, key)):
                 self._keep(window, fresh, key)
                 self._settle()
                 self._value, fresh = bytearray(), end
-            key = window.find(KEY, end)
+            key = window.find(name, end)
         self._keep(window, fresh, len(window))
         self._tail = window[-TAIL_BYTES:]
         if not self._streams:
@@ -188,11 +196,9 @@ def usage_of(told: Mapping[str, Any]) -> Usage | None:
     if not prompt_tokens:
         return None
     details = told.get("prompt_tokens_details", told.get("input_tokens_details"))
-    return Usage(
-        prompt_tokens,
-        completion_tokens,
-        _tokens(details.get("cached_tokens")) if isinstance(details, dict) else None,
-    )
+    # The meta_info of SGLang's /generate has the number beside the others.
+    place = details if isinstance(details, dict) else told
+    return Usage(prompt_tokens, completion_tokens, _tokens(place.get("cached_tokens")))
 
 
 def _tokens(value: Any) -> int | None:

@@ -1,33 +1,96 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paths that are sent on to an engine, all by POST, and how a request to each of them is placed.
 
-Source: vLLM 0.32.0 entrypoints/{openai,anthropic,pooling,speech_to_text}/**/api_router.py.
+Each path has one entry in PROXIED, which every door of the router reads. Source: vLLM 0.33.0
+entrypoints/{openai,anthropic,pooling,speech_to_text,scale_out}/**/api_router.py; SGLang 0.5.23
+srt/entrypoints/http_server.py; vLLM-Omni for /v1/audio/speech.
 """
 
 from __future__ import annotations
 
+from enum import Enum
+from typing import NamedTuple
+
 from kvrouter.router.route.tokens.client_body import (
     CHAT_PATH,
     EMBEDDINGS_PATH,
+    GENERATE_PATH,
     MESSAGES_PATH,
     RESPONSES_PATH,
+    SGLANG_GENERATE_PATH,
     TEXT_PATH,
 )
 
-# Placed by the tokens of their prompts, where these are known.
-WITH_PROMPT = frozenset({CHAT_PATH, TEXT_PATH, RESPONSES_PATH, EMBEDDINGS_PATH, MESSAGES_PATH})
-# Answered by the engine's HTTP process alone: the GPU computes nothing, and no prompt is placed.
-WITHOUT_PROMPT = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
-# Placed by load: each pair of texts is a prompt of its own, made by a template of the engine, so no single prompt
-# decides.
-PAIRS = frozenset({"/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"})
+USAGE_KEY = b'"usage"'
 
-# Placed by load, too; their bodies are forms.
-AUDIO = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
 
-PATHS = WITH_PROMPT | WITHOUT_PROMPT | PAIRS | AUDIO
+class PlacedBy(Enum):
+    """The facts by which a request to a path is placed."""
+
+    # The tokens of its prompt, where they are known, else load.
+    TOKENS = "tokens"
+    # Load, because no single prompt is known to decide: each pair of texts is a prompt of its own, made by a template
+    # of the engine.
+    LOAD = "load"
+    # Load; the body is a form.
+    FORM = "form"
+    # Any worker: the engine's HTTP process answers alone, and the GPU computes nothing.
+    ANY = "any"
+
+
+class ProxiedPath(NamedTuple):
+    """One path that is sent on to an engine."""
+
+    placed_by: PlacedBy
+    # The summary for people.
+    summary: str
+    # The gen_ai.operation.name of its traces, or None if there is none for it.
+    operation: str | None = None
+    # The key of the engine's report of usage in its answers.
+    usage_key: bytes = USAGE_KEY
+
+
+BEST = "by the engine that has the least left to compute"
+LEAST_LOAD = "by the engine with the least load"
+PROXIED = {
+    CHAT_PATH: ProxiedPath(PlacedBy.TOKENS, f"A chat, {BEST}", "chat"),
+    TEXT_PATH: ProxiedPath(PlacedBy.TOKENS, f"A completion, {BEST}", "text_completion"),
+    RESPONSES_PATH: ProxiedPath(PlacedBy.TOKENS, f"A response, {BEST}", "chat"),
+    EMBEDDINGS_PATH: ProxiedPath(PlacedBy.TOKENS, "Embeddings, by an engine", "embeddings"),
+    MESSAGES_PATH: ProxiedPath(PlacedBy.TOKENS, f"A message of Anthropic's API, {BEST}", "chat"),
+    GENERATE_PATH: ProxiedPath(PlacedBy.TOKENS, f"Tokens for tokens, where vLLM has it, {BEST}", "text_completion"),
+    SGLANG_GENERATE_PATH: ProxiedPath(
+        PlacedBy.TOKENS,
+        f"An answer to a text or to tokens, where SGLang has it, {BEST}",
+        "text_completion",
+        b'"meta_info"',
+    ),
+    f"{MESSAGES_PATH}/count_tokens": ProxiedPath(PlacedBy.ANY, "How many tokens a message has, by an engine"),
+    "/v1/audio/transcriptions": ProxiedPath(PlacedBy.FORM, f"The text of a recording, {LEAST_LOAD}"),
+    "/v1/audio/translations": ProxiedPath(PlacedBy.FORM, f"The text of a recording in English, {LEAST_LOAD}"),
+    "/v1/audio/speech": ProxiedPath(PlacedBy.LOAD, f"A recording of a text, {LEAST_LOAD}"),
+    "/pooling": ProxiedPath(PlacedBy.LOAD, f"What a pooling model makes of texts, {LEAST_LOAD}"),
+    "/classify": ProxiedPath(PlacedBy.LOAD, f"The classes of texts, {LEAST_LOAD}"),
+    "/v1/rerank": ProxiedPath(PlacedBy.LOAD, f"Documents in the order of their relevance, {LEAST_LOAD}"),
+    "/v2/rerank": ProxiedPath(PlacedBy.LOAD, "The same, where Cohere's second API has it"),
+    "/rerank": ProxiedPath(PlacedBy.LOAD, "The same, where vLLM has it"),
+    "/v1/score": ProxiedPath(PlacedBy.LOAD, f"Scores of pairs of texts, {LEAST_LOAD}"),
+    "/score": ProxiedPath(PlacedBy.LOAD, "The same, where vLLM has it"),
+    "/tokenize": ProxiedPath(PlacedBy.ANY, "The tokens of a text, by an engine"),
+    "/detokenize": ProxiedPath(PlacedBy.ANY, "The text of tokens, by an engine"),
+}
+
+
+def _placed_by(placed_by: PlacedBy) -> frozenset[str]:
+    return frozenset(path for path, proxied in PROXIED.items() if proxied.placed_by is placed_by)
+
+
+PATHS = frozenset(PROXIED)
+WITH_PROMPT = _placed_by(PlacedBy.TOKENS)
+WITHOUT_PROMPT = _placed_by(PlacedBy.ANY)
+AUDIO = _placed_by(PlacedBy.FORM)
 # Paths whose answer a model computes.
-INFERENCE_PATHS = WITH_PROMPT | PAIRS | AUDIO
+INFERENCE_PATHS = PATHS - WITHOUT_PROMPT
 # Sending a request to one of these paths again changes only which engine computes it. A response, in contrast, may be
 # stored by its engine.
 REPEATABLE_PATHS = PATHS - {RESPONSES_PATH}

@@ -21,12 +21,16 @@ from kvrouter.router.route.tokens import message_blocks
 from kvrouter.router.route.tokens.client_body import (
     CHAT_PATH,
     EMBEDDINGS_PATH,
+    GENERATE_PATH,
     MESSAGES_PATH,
     RESPONSES_PATH,
+    SGLANG_GENERATE_PATH,
     TEXT_PATH,
     ClientBody,
+    is_given,
 )
-from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
+from kvrouter.router.route.tokens.generate_bodies import check_sglang_blocks, sglang_prompt, vllm_prompt
+from kvrouter.router.route.tokens.prompt_tokens import Prompt, TokensUnknown
 
 Kind = Literal["chat", "text", "responses", "messages"]
 # The features by which a way to find tokens is judged; each has a probe (`probes.py`).
@@ -190,8 +194,10 @@ def cuts_cleanly(request: TokenRequest, at: int) -> bool:
     )
 
 
-def read(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64]:
+def read(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64] | Prompt:
     """Return the request for tokens, or the ids if the client sent them (int64); of several prompts, the first decides.
+
+    Ids with further facts, such as the places of media among them, are a `Prompt`.
 
     Raises:
         BadQuestion: The prompt cannot be read.
@@ -222,7 +228,28 @@ def read(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64]:
         first = _first_prompt(relevant["input"]) if body.ids is None else _given(body.ids)
         if not isinstance(first, msgspec.Raw):
             return first
+    if path in (GENERATE_PATH, SGLANG_GENERATE_PATH):
+        return _generate(path, fields, body.ids)
     raise TokensUnknown("unsupported", f"{path}: its tokens are not looked up; it is placed by load")
+
+
+def _generate(path: str, fields: dict[str, msgspec.Raw], ids: NDArray[np.uint64] | None) -> TokenRequest | Prompt:
+    """Return the prompt of an engine's own path for ids, or the request of its text."""
+    if path == GENERATE_PATH:
+        if ids is None and not is_given(fields, "token_ids"):
+            raise BadQuestion("token_ids is missing")
+        return vllm_prompt(fields, _given(fields["token_ids"] if ids is None else ids))
+    check_sglang_blocks(fields)
+    name = "input_ids" if ids is not None or is_given(fields, "input_ids") else "text"
+    if ids is None and not is_given(fields, name):
+        raise BadQuestion("text and input_ids are missing: one of them is needed")
+    first = _first_prompt(fields[name]) if ids is None else _given(ids)
+    if not isinstance(first, msgspec.Raw):
+        return sglang_prompt(fields, first)
+    if name == "input_ids":
+        raise BadQuestion("input_ids is a text; send it as text")
+    # The engine makes the same tokens of a text as in a completion.
+    return TokenRequest("text", {"prompt": first})
 
 
 def _chat(relevant: dict[str, msgspec.Raw], fields: dict[str, msgspec.Raw]) -> TokenRequest | NDArray[np.int64]:

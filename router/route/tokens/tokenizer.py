@@ -118,6 +118,7 @@ class TextTokenizer:
         self.missing = self._texts.found
         self.status = self._engines.status
         self.differences = self._engines.differences
+        self.front_ends = self._engines.front_ends
         # Queries to engines under way, by model, request and key; callers that need the same tokens share one.
         self._under_way: dict[tuple[str, bytes, str | None], asyncio.Task[FoundTokens]] = {}
         self._waiting = 0
@@ -169,7 +170,7 @@ class TextTokenizer:
             BadQuestion: The body cannot be read.
         """
         start_s = self._clock()
-        request: TokenRequest | NDArray[np.int64] | TokensUnknown | None = None
+        request: TokenRequest | NDArray[np.int64] | Prompt | TokensUnknown | None = None
         if body.ids is not None or len(body.raw) <= READ_BYTES:
             try:
                 request = read(path, body)
@@ -182,7 +183,7 @@ class TextTokenizer:
         else:
             # The request itself contains all token ids, so this needs no deadline and no place in the queue of waiting
             # requests.
-            prompt = Prompt(len(request), request, "given")
+            prompt = _given(request)
         if counts:
             self._count(model, prompt, start_s)
         return prompt
@@ -199,7 +200,7 @@ class TextTokenizer:
         path: str,
         model: str,
         body: ClientBody,
-        request: TokenRequest | NDArray[np.int64] | None,
+        request: TokenRequest | NDArray[np.int64] | Prompt | None,
         authorization: str | None,
     ) -> Prompt:
         """Find the tokens within the deadline.
@@ -222,7 +223,7 @@ class TextTokenizer:
                 if request is None:
                     request = await self._in_thread(lambda: _whole(path, body))
                 if not isinstance(request, TokenRequest):
-                    return Prompt(len(request), request, "given")
+                    return _given(request)
                 if request.media_at is not None:
                     size_bytes = request.text_bytes
                     return await self._with_media(model, request, request.media_at, authorization)
@@ -417,7 +418,12 @@ class TextTokenizer:
         return verdicts[0].local_quirks if verdicts and trusted else None
 
 
-def _whole(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64]:
+def _given(prompt: NDArray[np.int64] | Prompt) -> Prompt:
+    """Return the prompt whose token ids the client sent."""
+    return prompt if isinstance(prompt, Prompt) else Prompt(len(prompt), prompt, "given")
+
+
+def _whole(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64] | Prompt:
     """Read a long body with `read`, and compute now the properties that are otherwise computed later."""
     request = read(path, body)
     if isinstance(request, TokenRequest):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvrouter.router.model.engines.engine import CACHE_FIELDS
+from kvrouter.router.model.engines.engine import CACHE_FIELDS, CACHE_PARAMS, SAMPLING_PARAMS
 from kvrouter.router.model.engines.known import ENGINES
 from kvrouter.router.route.tokens.client_body import ClientBody
 
@@ -22,6 +22,10 @@ def engines_without_cache(body: ClientBody) -> frozenset[str]:
         return NONE
     try:
         fields = {name: msgspec.json.decode(body.fields[name]) for name in names}
+        # /inference/v1/generate has some of the fields in an object of their own.
+        params = fields.pop(SAMPLING_PARAMS, None)
+        if isinstance(params, dict):
+            fields |= {name: params[name] for name in CACHE_PARAMS & params.keys()}
     except (msgspec.DecodeError, ValueError, RecursionError):
         return NONE
     return frozenset(engine.name for engine in ENGINES.values() if engine.skips_cache(fields))

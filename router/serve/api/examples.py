@@ -88,6 +88,11 @@ EXAMPLES: dict[tuple[str, str], Any] = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "What is a prefix cache?"}],
     },
+    ("POST", "/inference/v1/generate"): {"model": MODEL, "token_ids": PROMPT, "sampling_params": {"max_tokens": 16}},
+    ("POST", "/generate"): {"model": MODEL, "input_ids": PROMPT, "sampling_params": {"max_new_tokens": 16}},
+    ("POST", "/pooling"): {"model": MODEL, "input": "What is a prefix cache?"},
+    ("POST", "/classify"): {"model": MODEL, "input": "What is a prefix cache?"},
+    ("POST", "/v1/audio/speech"): {"model": MODEL, "input": "What is a prefix cache?", "voice": "alloy"},
     # A form with a recording has no example in JSON.
     ("POST", "/v1/audio/transcriptions"): None,
     ("POST", "/v1/audio/translations"): None,

@@ -27,7 +27,7 @@ from kvrouter.contract import (
     worker_status,
 )
 from kvrouter.contract.fleet_event import EventType
-from kvrouter.router.route.tokens.proxied_paths import AUDIO
+from kvrouter.router.route.tokens.proxied_paths import AUDIO, PROXIED
 from kvrouter.router.serve.api.examples import EXAMPLES, PATH_PARTS
 from kvrouter.router.serve.api.requests import MSGPACK
 from kvrouter.router.serve.api.responses import JSON
@@ -111,24 +111,6 @@ HOT_OPERATIONS: tuple[tuple[str, str, type, type, tuple[int, ...]], ...] = (
     ),
 )
 
-# The paths that are passed on to an engine, and the summary of each.
-PROXIED_OPERATIONS = {
-    "/v1/chat/completions": "A chat, by the engine that has the least left to compute",
-    "/v1/completions": "A completion, by the engine that has the least left to compute",
-    "/v1/responses": "A response, by the engine that has the least left to compute",
-    "/v1/embeddings": "Embeddings, by an engine",
-    "/v1/messages": "A message of Anthropic's API, by the engine that has the least left to compute",
-    "/v1/messages/count_tokens": "How many tokens a message has, by an engine",
-    "/v1/audio/transcriptions": "The text of a recording, by the engine with the least load",
-    "/v1/audio/translations": "The text of a recording in English, by the engine with the least load",
-    "/v1/rerank": "Documents in the order of their relevance, by the engine with the least load",
-    "/v2/rerank": "The same, where Cohere's second API has it",
-    "/rerank": "The same, where vLLM has it",
-    "/v1/score": "Scores of pairs of texts, by the engine with the least load",
-    "/score": "The same, where vLLM has it",
-    "/tokenize": "The tokens of a text, by an engine",
-    "/detokenize": "The text of tokens, by an engine",
-}
 PROXIED_NOTE = (
     "Body and answer keep their bytes: what else they may have is the engine's, and so are its own errors, whatever their "
     "status."
@@ -215,8 +197,8 @@ def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
         }
     responses = EVENTS_OPERATION["responses"] | {str(status): _problem(status) for status in (400, 503)}
     openapi["paths"][EVENTS] = {"get": EVENTS_OPERATION | {"responses": responses}}
-    for path, summary in PROXIED_OPERATIONS.items():
-        openapi["paths"][path] = {"post": _proxied(path, summary)}
+    for path, proxied in PROXIED.items():
+        openapi["paths"][path] = {"post": _proxied(path, proxied.summary)}
     for path, operations in openapi["paths"].items():
         for method, operation in operations.items():
             # FastAPI's own answer to a wrong parameter; the router answers 400 in its place.

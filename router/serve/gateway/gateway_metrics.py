@@ -38,6 +38,15 @@ class GatewayMetrics:
         self.served_elsewhere = registry.worker_counter(
             "gateway_served_elsewhere_total", "Requests that another endpoint than the picked one answered"
         )
+        # The kinds are:
+        #
+        # - repeated: a piece came again behind the end of a body, or an empty one; it was passed over.
+        # - early: the end was marked before the end of the body's JSON; the body was completed by the pieces behind it.
+        self.wrong_ends = cache(
+            registry.counter(
+                "gateway_wrong_ends_total", "Ends of request bodies that the gateway marked twice or too early", "kind"
+            ).labels
+        )
         self.protocol_errors = registry.counter(
             "gateway_protocol_errors_total", "Streams ended for what the gateway sent or how it is set"
         )

@@ -17,6 +17,7 @@ import grpc.aio
 import msgspec
 
 from kvrouter.router.base.common.errors import RouterError, SettingError, WrongCoding, internal_error
+from kvrouter.router.route.tokens.client_body import CutBody
 from kvrouter.router.serve.access.certificate import GatewayPems
 from kvrouter.router.serve.gateway.gateway_metrics import GatewayMetrics
 from kvrouter.router.serve.gateway.messages import ProtocolError, Reply
@@ -42,6 +43,9 @@ RECEIVED_BODIES = 4
 # The number of streams equals the number of connections of the HTTP port. Each stream may hold a body. Above the limit
 # a gateway is refused, and does what its failure mode says.
 MAX_STREAMS = 4_096
+# The seconds to wait for the rest of a body whose end was marked before its JSON was complete. The pieces of a body
+# follow each other within milliseconds; a client whose JSON is cut gets its 400 this much later.
+REST_S = 1.0
 # The seconds before the end of a shutdown at which answers under way go on without this picker, from their next piece
 # on. The events of a stream are tens of milliseconds apart.
 LEAVE_S = 2.0
@@ -168,8 +172,20 @@ class GatewayServer:
         """Serve one stream until it ends, is refused, or is left to the gateway."""
         stream = ProcessStream(self._max_body_bytes)
         self._open += 1
+        reading: asyncio.Task[Any] | None = None
         try:
-            while (raw := await context.read()) is not grpc.aio.EOF:
+            while True:
+                if stream.is_cut:
+                    # A cancelled read would lose the message, so it goes on if it takes too long.
+                    reading = reading or asyncio.ensure_future(context.read())
+                    await asyncio.wait((reading,), timeout=REST_S)
+                    raw = reading.result() if reading.done() else grpc.aio.EOF
+                else:
+                    raw = await (context.read() if reading is None else reading)
+                if reading is not None and reading.done():
+                    reading = None
+                if raw is grpc.aio.EOF and not stream.is_cut:
+                    return
                 for reply in await self._replies(stream, raw):
                     await context.write(encode(reply))
                 if stream.is_refused:
@@ -184,15 +200,31 @@ class GatewayServer:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         finally:
             self._open -= 1
+            if reading is not None:
+                reading.cancel()
+            if stream.repeated_pieces:
+                self._metrics.wrong_ends("repeated").inc(stream.repeated_pieces)
+            if stream.was_repaired:
+                self._metrics.wrong_ends("early").inc()
             stream.close()
 
-    async def _replies(self, stream: ProcessStream, raw: bytes) -> list[Reply]:
-        """Return the replies to one message, with the endpoint once the request is complete. Raises ProtocolError."""
+    async def _replies(self, stream: ProcessStream, raw: Any) -> list[Reply]:
+        """Return the replies to one message, with the endpoint once the request is complete.
+
+        Raises ProtocolError.
+
+        Args:
+            stream: The stream of the message.
+            raw: The message, or EOF if the rest of a cut body does not come.
+        """
         try:
-            replies = stream.receive(decode(raw))
+            replies = stream.end_cut() if raw is grpc.aio.EOF else stream.receive(decode(raw))
             if stream.request is not None:
                 return stream.send_on(await self._pick(stream.request))
         except RouterError as error:
+            if isinstance(error, CutBody) and stream.request is not None and stream.request.may_go_on:
+                stream.wait_for_rest()
+                return []
             return stream.refuse(error.status, headers_of(error), msgspec.json.encode(error.body()))
         except ProtocolError:
             raise

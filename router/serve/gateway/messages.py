@@ -49,6 +49,7 @@ class Incoming(NamedTuple):
     """One message of the gateway."""
 
     part: Part
+    # The names are in lower case.
     headers: Headers = NOTHING
     data: bytes = b""
     # Whether the body ends with this message.

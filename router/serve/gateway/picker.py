@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
 import kvrouter.router.serve.proxy.headers as h
 from kvrouter.router.base.common.direct_task import directly
-from kvrouter.router.base.common.errors import RATE_LIMIT, NoWorker, RouterError, Saturated
+from kvrouter.router.base.common.errors import RATE_LIMIT, NoWorker, RouterError, Saturated, SettingError
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.observe.quality.request_watch import CLIENT_GONE, Quality
 from kvrouter.router.route.placement.placement_request import Placement, PlacementRequest
 from kvrouter.router.route.placement.placer import Placer
+from kvrouter.router.route.tokens.client_body import CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH, CutBody
 from kvrouter.router.route.tokens.proxied_paths import PATHS
 from kvrouter.router.serve.gateway.endpoints import UNUSABLE, Destination, Endpoints, destination
 from kvrouter.router.serve.gateway.gateway_metrics import GatewayMetrics
@@ -40,6 +41,8 @@ from kvrouter.router.serve.proxy.worker_addresses import Addresses
 NAMES_SHOWN = 8
 POST = b"POST"
 OTHER_PATH = "other"
+# The paths that gateways translate into each other.
+TRANSLATABLE = frozenset({CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH})
 ENDPOINT_HEADER = ENDPOINT.encode()
 # Only the router may name a prefill worker, because a sidecar connects wherever these headers point.
 PREFILL_HEADERS = (h.PREFILLER, h.PREFILLER_URL)
@@ -72,6 +75,8 @@ class Picker:
         models: Callable[[], list[str]],
         # The number of endpoints to name after the picked one.
         fallbacks: int,
+        # The paths whose requests the gateway translates behind the pick.
+        translated: frozenset[str],
         # Returns monotonic seconds.
         clock: Callable[[], float],
         rng: random.Random,
@@ -84,13 +89,17 @@ class Picker:
         self._decoding = decoding
         self._models = models
         self._fallbacks = fallbacks
+        self._translated = translated
         self._clock = clock
         self._rng = rng
         self._addresses: Addresses | None = None
         self._known_endpoints = Endpoints(Addresses((), proxy.allowed))
 
     async def pick(self, asked: GatewayRequest) -> Route:
-        """Return the route of a request, and reserve a place for it. Raises RouterError, with nothing reserved."""
+        """Return the route of a request, and reserve a place for it.
+
+        Raises RouterError, with nothing reserved. A CutBody of a request that may go on is not counted.
+        """
         began_s = self._clock()
         if asked.method != POST or asked.path not in PATHS:
             return self._pass(asked)
@@ -103,6 +112,9 @@ class Picker:
                 asked.body = request.body = await self._decoding.decoded(asked.encoding, asked.body)
                 asked.headers = request.headers = h.decoded(asked.headers)
             ask = await self._proxy.reader.read(request)
+            if asked.path in self._translated:
+                question = msgspec.structs.replace(ask.question, is_guess=True)
+                ask = msgspec.structs.replace(ask, question=question)
             watch.asked(ask)
             route = await self._route(request, ask, asked.subset)
             if asked.encoding:
@@ -111,6 +123,9 @@ class Picker:
                 route.removed = (*route.removed, h.CONTENT_ENCODING)
         except RouterError as error:
             outcome, refusal_status = "refused", error.status
+            if isinstance(error, CutBody) and asked.may_go_on:
+                outcome = ""
+                raise
             if isinstance(error, Saturated):
                 raise Shed(error.message, retry_after_s=error.retry_after_s) from None
             raise
@@ -150,7 +165,9 @@ class Picker:
     ) -> Route:
         """Place the request, have its prompt computed elsewhere if needed, and return its route. Raises RouterError."""
         may_hand_over = placement_request.question.model in self._proxy.addresses().prefillers
-        may_hand_over = may_hand_over and can_be_handed_over(request.client.path, request.body)
+        # A translated body need not keep the fields that hand a prompt over.
+        is_translated = placement_request.question.is_guess
+        may_hand_over = may_hand_over and not is_translated and can_be_handed_over(request.client.path, request.body)
         placement_request = msgspec.structs.replace(
             placement_request,
             keeps_comparison=self._fallbacks > 0 and placement_request.pinned is None,
@@ -225,11 +242,21 @@ class Picker:
         if sent is not client.headers:
             headers += [header for header in sent if header not in client.headers]
         body = given.body if given.body is not client.body else None
-        predicted = placement_request.question.token_ids is not None and self._proxy.shows_hits
+        question = placement_request.question
+        predicted = question.token_ids is not None and not question.is_guess and self._proxy.shows_hits
         observer = PickedRequest(
             request, placement, destination, self._endpoints, self._admission, self._metrics, predicted=predicted
         )
         return Route(destination.text, headers, _removed(client.headers, headers), body, observer)
+
+
+def translated_paths(paths: Iterable[str]) -> frozenset[str]:
+    """Return the paths of the setting gateway_translated_paths. Raises SettingError."""
+    if unknown := sorted(set(paths) - TRANSLATABLE):
+        raise SettingError(
+            f"gateway_translated_paths has {unknown[0]!r}; gateways translate {', '.join(sorted(TRANSLATABLE))}"
+        )
+    return frozenset(paths)
 
 
 def _removed(headers: h.Headers, given: h.Headers) -> tuple[bytes, ...]:

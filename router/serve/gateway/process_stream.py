@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvrouter.router.base.common.errors import TooLarge
-from kvrouter.router.route.tokens.proxied_paths import PATHS
+from kvrouter.router.route.tokens.proxied_paths import AUDIO, PATHS
 from kvrouter.router.serve.access.key_bounds import KeyBounds
 from kvrouter.router.serve.gateway.messages import (
     BodyMode,
@@ -83,7 +83,9 @@ class GatewayRequest:
     gateway's route may have a prefix (`/team/model/v1/...`), which it removes after the picker.
     """
 
-    def __init__(self, headers: Headers, body: bytes, subset: tuple[str, ...] | None) -> None:
+    def __init__(
+        self, headers: Headers, body: bytes, subset: tuple[str, ...] | None, *, may_go_on: bool = False
+    ) -> None:
         pseudo = dict(headers)
         self.method = pseudo.get(METHOD, b"")
         path, mark, query = pseudo.get(PATH, b"/").partition(b"?")
@@ -96,6 +98,8 @@ class GatewayRequest:
         self.encoding = b""
         if CONTENT_ENCODING in pseudo:
             self.encoding = b", ".join(value for name, value in headers if name == CONTENT_ENCODING)
+        # Whether more of the body may follow if its JSON is cut, although the gateway has marked its end.
+        self.may_go_on = may_go_on
         # The gateway decides which clients it admits; its protocol has no API key.
         self.bounds: KeyBounds | None = None
 
@@ -110,7 +114,11 @@ def _known_path(path: str) -> str:
 class ProcessStream:
     """The state machine of one stream.
 
-    Pass each message to `receive`. Once `request` is set, find its route, and call `send_on` or `refuse`.
+    Pass each message to `receive`. Once `request` is set, find its route, and call `send_on` or `refuse`; if its body
+    is cut and `may_go_on`, call `wait_for_rest`.
+
+    A gateway may mark the end of a body twice or too early. Source: envoyproxy/envoy issue 46237, where the last piece
+    of a body over 1 MB in FULL_DUPLEX_STREAMED comes again.
     """
 
     def __init__(self, max_body_bytes: int) -> None:
@@ -121,6 +129,18 @@ class ProcessStream:
         self._subset: tuple[str, ...] | None = None
         self._pieces: list[bytes] = []
         self._size_bytes = 0
+        # The Content-Length of the request, or None if it has none.
+        self._length_bytes: int | None = None
+        # The size of the last piece that is not empty.
+        self._last_bytes = 0
+        # The complete body, by which a repeated piece is recognised, and whether white space behind it has no meaning.
+        self._body = b""
+        self._is_json = False
+        # Whether the body was marked as complete before its JSON was, so that the rest is waited for.
+        self.is_cut = False
+        # The number of pieces behind the end that were passed over, and whether an early end was repaired.
+        self.repeated_pieces = 0
+        self.was_repaired = False
         self._has_trailers = False
         self._has_body = False
         # Whether the client got an error, so that nothing more is sent on this stream.
@@ -148,7 +168,8 @@ class ProcessStream:
 
     def send_on(self, route: Route) -> list[Reply]:
         """Return the replies that send the request on along its route."""
-        self.request, self._observer = None, route.observer
+        self.request, self._observer, self._headers = None, route.observer, []
+        self.was_repaired, self.is_cut = self.is_cut, False
         self._expects = Part.RESPONSE_HEADERS
         trailers: list[Reply] = [TrailersReply(Part.REQUEST_TRAILERS)] if self._has_trailers else []
         if not self._has_body:
@@ -183,6 +204,15 @@ class ProcessStream:
         self.request, self._pieces, self.is_refused = None, [], True
         return [Refusal(status, headers, body)]
 
+    def wait_for_rest(self) -> None:
+        """Take further pieces of the request's body, because its JSON is cut."""
+        self.request, self.is_cut, self._expects = None, True, Part.REQUEST_BODY
+
+    def end_cut(self) -> list[Reply]:
+        """Offer the request as it is, because the rest of its body has not come."""
+        self._whole(may_go_on=False)
+        return []
+
     @property
     def is_answering(self) -> bool:
         """Whether an answer is under way, every piece of which has gone on so far."""
@@ -211,13 +241,14 @@ class ProcessStream:
         self._modes = message.modes or self._modes
         self._headers, self._subset = message.headers, message.subset
         if message.ends:
-            self._whole()
+            self._whole(may_go_on=False)
             return []
         length = next((value for name, value in message.headers if name == CONTENT_LENGTH), b"")
         if length.isdigit():
             # Check the length before the body comes: a BUFFERED body is one message, and gRPC refuses a message that is
             # too large without an error for the client.
-            self._check_size(int(length))
+            self._length_bytes = int(length)
+            self._check_size(self._length_bytes)
         mode = self._modes.request
         self._expects = Part.REQUEST_BODY
         if mode == BodyMode.FULL_DUPLEX_STREAMED:
@@ -230,15 +261,38 @@ class ProcessStream:
         )
 
     def _request_body(self, message: Incoming) -> list[Reply]:
+        if self._expects in (Part.RESPONSE_HEADERS, Part.RESPONSE_BODY):
+            return self._after_end(message)
         self._expect(Part.REQUEST_BODY, message.part)
+        if self.is_cut and self._size_bytes + len(message.data) == len(self._body):
+            # The end is marked again, and there is still no rest.
+            self.repeated_pieces += 1
+            return []
         self._has_body = True
         self._size_bytes += len(message.data)
         self._check_size(self._size_bytes)
         self._pieces.append(message.data)
-        # A BUFFERED body is one message; it is not marked as the request's end if trailers follow.
-        if message.ends or self._modes.request == BodyMode.BUFFERED:
-            self._whole()
+        self._last_bytes = len(message.data) or self._last_bytes
+        if self._modes.request == BodyMode.BUFFERED:
+            # The body is one message; it is not marked as the request's end if trailers follow.
+            self._whole(may_go_on=False)
+        elif message.ends:
+            self._whole(may_go_on=self._length_bytes is None or self._size_bytes < self._length_bytes)
         return []
+
+    def _after_end(self, message: Incoming) -> list[Reply]:
+        """Pass over a piece that adds nothing to the complete body. Raises ProtocolError if it adds something."""
+        data = message.data
+        is_repeated = len(data) == self._last_bytes and self._body.endswith(data)
+        if data and not is_repeated and not (self._is_json and data.isspace()):
+            raise ProtocolError(
+                f"{len(data)} bytes came after the end of the request's body, which had {len(self._body)} bytes, and "
+                "they are not its last piece again: the gateway, or a filter before the picker, marks the end too "
+                "early; request_body_mode BUFFERED has no such marks"
+            )
+        self.repeated_pieces += 1
+        # A gateway that sends BUFFERED bodies waits for the reply to each message.
+        return [KeptBody(message.part)] if self._modes.request == BodyMode.BUFFERED else []
 
     def _check_size(self, size_bytes: int) -> None:
         if size_bytes > self._max_body_bytes:
@@ -252,21 +306,22 @@ class ProcessStream:
             return [TrailersReply(Part.REQUEST_TRAILERS)]
         self._expect(Part.REQUEST_BODY, Part.REQUEST_TRAILERS)
         self._has_trailers = True
-        self._whole()
+        self._whole(may_go_on=False)
         return []
 
-    def _whole(self) -> None:
-        """Offer the complete request for its route."""
+    def _whole(self, *, may_go_on: bool) -> None:
+        """Offer the complete request for its route. `may_go_on` means that a rest may follow if its JSON is cut."""
         self._expects = Part.RESPONSE_HEADERS
-        self.request = GatewayRequest(self._headers, b"".join(self._pieces), self._subset)
-        self._headers = []
+        self._body = b"".join(self._pieces)
+        self.request = GatewayRequest(self._headers, self._body, self._subset, may_go_on=may_go_on)
+        self._is_json = self.request.path in PATHS - AUDIO
 
     # The answer.
 
     def _answer_headers(self, message: Incoming) -> list[Reply]:
         if self._expects is Part.REQUEST_BODY:
             # This is the gateway's own answer to a request that it gave up.
-            self._expects, self._pieces = Part.RESPONSE_HEADERS, []
+            self._expects, self._pieces, self.is_cut = Part.RESPONSE_HEADERS, [], False
         self._expect(Part.RESPONSE_HEADERS, message.part)
         self._expects = Part.RESPONSE_BODY
         observer = self._observer

@@ -158,7 +158,8 @@ def _incoming(part: Part, content: Any, message: Any) -> Incoming:
         return Incoming(part, data=content.body, ends=content.end_of_stream)
     if part in (Part.REQUEST_TRAILERS, Part.RESPONSE_TRAILERS):
         return Incoming(part, ends=True)
-    headers = [(header.key, header.raw_value or header.value) for header in content.headers.headers]
+    # Names of headers mean the same in any case, and the rest of the router compares them in lower case.
+    headers = [(header.key.lower(), header.raw_value or header.value) for header in content.headers.headers]
     metadata = {entry.key: entry.value for entry in message.metadata_context.filter_metadata}
     hint = metadata.get(SUBSET_NAMESPACE)
     modes = None

@@ -17,6 +17,9 @@ from kvrouter.router.base.common.errors import BadQuestion
 from kvrouter.router.route.placement.placement_request import MAX_LIMIT_TOKENS
 from kvrouter.router.route.tokens.client_body import ClientBody
 
+# The names of the limit in `sampling_params`, in vLLM and in SGLang.
+LIMIT_PARAMS = ("max_tokens", "max_new_tokens")
+
 
 class OpenAIBody(msgspec.Struct):
     """The fields that the proxy reads; all others are skipped."""
@@ -26,11 +29,16 @@ class OpenAIBody(msgspec.Struct):
     max_tokens: Any = None
     max_completion_tokens: Any = None
     max_output_tokens: Any = None
+    # The engines' own paths for token ids have the limit in here.
+    sampling_params: Any = None
 
     @property
     def limit_tokens(self) -> int | None:
         """The largest number of tokens to generate, or None if the body sets no valid limit."""
-        for limit in (self.max_completion_tokens, self.max_tokens, self.max_output_tokens):
+        limits = [self.max_completion_tokens, self.max_tokens, self.max_output_tokens]
+        if isinstance(self.sampling_params, dict):
+            limits += [self.sampling_params.get(name) for name in LIMIT_PARAMS]
+        for limit in limits:
             if isinstance(limit, int) and not isinstance(limit, bool) and limit >= 0:
                 return min(limit, MAX_LIMIT_TOKENS)
         return None

@@ -23,7 +23,7 @@ from kvrouter.router.route.placement.placement_request import PlacementRequest
 from kvrouter.router.route.tokens.client_body import ClientBody, is_text, read_as_python, read_client_body
 from kvrouter.router.route.tokens.forward_ids import forwarded_body
 from kvrouter.router.route.tokens.prompt_tokens import Prompt, estimated_tokens
-from kvrouter.router.route.tokens.proxied_paths import AUDIO, WITHOUT_PROMPT
+from kvrouter.router.route.tokens.proxied_paths import AUDIO, WITH_PROMPT, WITHOUT_PROMPT
 from kvrouter.router.route.tokens.without_cache import engines_without_cache
 from kvrouter.router.serve.proxy.attempts import Attempts
 from kvrouter.router.serve.proxy.downstream import ClientRequest
@@ -164,6 +164,11 @@ class RequestReader:
         client = request.client
         if client.path in WITHOUT_PROMPT:
             return Prompt(1, None, "none").question(served.model, worker_ids=served.worker_ids)
+        if client.path not in WITH_PROMPT:
+            prompt = Prompt(estimated_tokens(len(request.body)), None, "none")
+            return prompt.question(
+                served.model, cache_salt=body.salt, lora_name=served.lora_name, worker_ids=served.worker_ids
+            )
         authorization = self._authorization(client.headers)
         try:
             if body.salt is not None and not is_text(body.salt):

@@ -132,9 +132,9 @@ FLAGS = OperatorFlags(
     ),
 )
 
-# Messages of Anthropic's API become chats without the salt, and embeddings and scores have no such field.
-# Source: SGLang 0.5.23 entrypoints/{openai,anthropic}/{protocol,serving}*.py.
-SALTED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+# Messages of Anthropic's API become chats without the salt, and embeddings, scores and classes have no such field.
+# Source: SGLang 0.5.23 entrypoints/{openai,anthropic}/{protocol,serving}*.py, managers/io_struct.py.
+SALTED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/generate"})
 
 SGLANG = Engine(
     name="sglang",

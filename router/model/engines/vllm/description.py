@@ -17,6 +17,7 @@ from kvrouter.router.model.workers.hash_algorithms import DEFAULT_ALGO, LOOKAHEA
 from kvrouter.router.model.workers.registration import CatalogSpec
 
 SOURCES_PATH = "/kv_event_sources"
+MAX_VERSION_CHARS = 64
 
 # One KVEventsConfig for each data-parallel rank, in which the ports already include the rank. Source: vLLM 0.32.0
 # entrypoints/serve/instrumentator/basic.py:59, config/kv_events.py.
@@ -63,8 +64,12 @@ def stock_problem(spec: CatalogSpec) -> str:
 def skips_cache(fields: Mapping[str, object]) -> bool:
     """Return whether a request wants log-probabilities of the prompt's tokens, which need the whole prompt computed.
 
-    Source: vLLM 0.32.0 v1/request.py (skip_reading_prefix_cache), entrypoints/openai/completion/protocol.py.
+    Source: vLLM 0.32.0 v1/request.py (skip_reading_prefix_cache), sampling_params.py,
+    entrypoints/openai/completion/protocol.py.
     """
+    skips = fields.get("skip_reading_prefix_cache")
+    if skips is not None:
+        return skips is True
     echoed = fields.get("echo") is True and fields.get("logprobs") is not None
     return fields.get("prompt_logprobs") is not None or echoed
 
@@ -79,6 +84,22 @@ def streams_in(answer: bytes, url: str) -> EngineAnswers:
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ValueError(f"its {SOURCES_PATH} cannot be read: {error}") from None
     return streams_of(configs, url, f"start it with {FLAGS.events}")
+
+
+class _Version(msgspec.Struct):
+    rust_frontend_version: str = ""
+
+
+def front_end_in(answer: bytes) -> str:
+    """Return the name of vLLM's Rust front end if it sent this answer to `GET /version`, else "".
+
+    Source: vLLM's rust/src/server/src/routes/version.rs; the front end of Python has no such field.
+    """
+    try:
+        version = msgspec.json.decode(answer, type=_Version).rust_frontend_version
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return ""
+    return f"vLLM's Rust front end {version[:MAX_VERSION_CHARS]}" if version else ""
 
 
 def cache_in(page: bytes, dp_rank: int) -> EngineCache | None:
@@ -124,6 +145,8 @@ TOKENS = TokenEndpoints(
     ignored_fields=frozenset(),
     names_arguments=True,
     reads_messages=True,
+    version_path="/version",
+    front_end_in=front_end_in,
 )
 
 FLAGS = OperatorFlags(
@@ -142,11 +165,12 @@ FLAGS = OperatorFlags(
 )
 
 # Some ways of scoring drop the salt. Source: vLLM 0.32.0
-# entrypoints/{openai,anthropic,pooling}/**/{protocol,io_processor}.py.
+# entrypoints/{openai,anthropic,pooling,scale_out}/**/{protocol,serving,io_processor}.py.
 SALTED_PATHS = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"),
         *("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
+        *("/inference/v1/generate", "/pooling", "/classify"),
     }
 )
 

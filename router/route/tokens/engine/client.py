@@ -104,6 +104,17 @@ class EngineClient:
         finally:
             self._asks[url] -= 1
 
+    async def get(self, url: str, path: str) -> bytes:
+        """Return the answer to a GET, or b"" if there is none; at most ANSWER_BYTES of it are read."""
+        authorization = self._key.header_for_url(url)
+        headers = {} if authorization is None else {"authorization": authorization}
+        try:
+            async with self._session.get(url.rstrip("/") + path, headers=headers, allow_redirects=False) as answer:
+                content, complete = await read_at_most(answer, ANSWER_BYTES)
+                return content if complete and answer.status == HTTPStatus.OK else b""
+        except (aiohttp.ClientError, OSError, ValueError):
+            return b""
+
     async def _post(self, url: str, body: bytes, headers: dict[str, str]) -> bytes:
         # A redirect could lead to hosts that are not registered, so it is not followed.
         async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as answer:

@@ -92,6 +92,8 @@ class Verdict(msgspec.Struct, frozen=True, eq=False):
     local_quirks: RenderQuirks = RenderQuirks()
     # The engine's own result for each probe.
     truths: dict[Feature, Truth] = {}
+    # The front end before the engine that lacks its render endpoints, for people, or "" if there is none.
+    front_end: str = ""
 
 
 class Verifier:
@@ -119,6 +121,9 @@ class Verifier:
                 probes[feature] = PLAIN_CHAT
                 renders, truth = await self._truth(model, engine, PLAIN_CHAT, renders)
             truths[feature] = truth
+        front_end = ""
+        if ways.render_paths and not renders and ways.version_path:
+            front_end = ways.front_end_in(await self._client.get(engine.url, ways.version_path))
         renders_messages = renders
         # If this router cannot read messages as the engine does, there is nothing to compare.
         message_probes = MESSAGE_PROBES if ways.reads_messages else {}
@@ -137,7 +142,9 @@ class Verifier:
             local, local_quirks = best(
                 [(compared(maker.ids, quirks, probes, truths), quirks) for quirks in maker.likely_quirks()]
             )
-        return Verdict(ways, renders, renders_messages, tokenizes, tokenize_quirks, local, local_quirks, truths)
+        return Verdict(
+            ways, renders, renders_messages, tokenizes, tokenize_quirks, local, local_quirks, truths, front_end
+        )
 
     async def _truth(self, model: str, engine: Engine, probe: TokenRequest, renders: bool) -> tuple[bool, Truth]:
         """Return whether the engine renders, and its own result for the probe.

@@ -237,6 +237,19 @@ class VerifiedEngines:
                 )
         return differences
 
+    def front_ends(self) -> list[tuple[str, str, str]]:
+        """Return the front ends without the engine's render endpoints: model, URL, and what they lack.
+
+        A front end before an engine whose tokens the tokenizer here makes is left out.
+        """
+        return [
+            (model, url, _lack(judged.verdict))
+            for (model, url), judged in self._judged.items()
+            if judged.verdict is not None
+            and judged.verdict.front_end
+            and not (model in self._local and all(result == EQUAL for result in judged.verdict.local.values()))
+        ]
+
     def _problems(self, model: str, url: str, verdict: Verdict) -> list[str]:
         """Return a sentence for each source and kind of request whose tokens differ from this engine's own.
 
@@ -258,6 +271,19 @@ class VerifiedEngines:
                 "engines of the model make different tokens of one text; give them the same template and flags"
             )
         return problems
+
+
+def _lack(verdict: Verdict) -> str:
+    """Return a sentence that says which requests are placed by load because of a front end without render endpoints."""
+    lost = [
+        PROBE_NAMES[feature]
+        for feature in verdict.truths
+        if EQUAL not in (verdict.tokenizes.get(feature), verdict.local.get(feature))
+    ]
+    return (
+        f"{verdict.front_end} has no render endpoints ({', '.join(sorted(verdict.ways.render_paths.values()))}), so these "
+        f"are placed by load: {', '.join(['each request to /v1/responses', *(f'each {name}' for name in lost)])}"
+    )
 
 
 def token_path(verdict: Verdict, request: TokenRequest) -> Source | None:

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from kvrouter.router.base.common.errors import BadQuestion
 from kvrouter.router.base.common.json_arrays import token_array
 from kvrouter.router.model.engines.engine import TokenEndpoints
-from kvrouter.router.model.kvcache.multimodal import Items, MultimodalItem, in_order
+from kvrouter.router.model.kvcache.multimodal import Items
 from kvrouter.router.route.tokens.anthropic_messages import as_chat
 from kvrouter.router.route.tokens.client_body import CHAT_PATH, MESSAGES_PATH, TEXT_PATH
+from kvrouter.router.route.tokens.media_features import MediaFeatures, items_of
 from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
 from kvrouter.router.route.tokens.token_request import TRUNCATION, Kind, TokenRequest
 
@@ -132,21 +133,9 @@ def with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     return changed
 
 
-class _Placeholder(msgspec.Struct):
-    offset: int
-    length: int
-
-
-class _Features(msgspec.Struct):
-    """Images and other media by kind (image, audio, video); both lists of a kind have the same order."""
-
-    mm_hashes: dict[str, list[str]] = {}
-    mm_placeholders: dict[str, list[_Placeholder]] = {}
-
-
 class _Rendered(msgspec.Struct):
     token_ids: msgspec.Raw
-    features: _Features | None = None
+    features: MediaFeatures | None = None
 
 
 class _Tokenized(msgspec.Struct):
@@ -193,33 +182,15 @@ _real = msgspec.json.Decoder(_Real)
 def rendered(kind: Kind, answer: bytes) -> tuple[NDArray[np.int64], Items]:
     """Return the ids of a render endpoint's answer, and the images and other media among them.
 
-    Source: vLLM 0.32.0 entrypoints/scale_out/token_in_token_out/protocol.py (MultiModalFeatures).
-
     Raises:
         TokensUnknown: It is no answer of a render endpoint.
     """
     try:
         prompt = _rendered_texts.decode(answer)[0] if kind == "text" else _rendered.decode(answer)
         ids = _ids(prompt.token_ids)
-        items = () if prompt.features is None else _items(prompt.features)
-        if items and items[-1].offset_tokens + items[-1].length_tokens > len(ids):
-            raise ValueError(f"an item ends after the prompt's {len(ids)} tokens")
-        return ids, items
+        return ids, items_of(prompt.features, len(ids))
     except (msgspec.MsgspecError, BadQuestion, ValueError, IndexError, RecursionError) as error:
         raise TokensUnknown("unreachable", f"its render endpoint does not answer with a prompt: {error}") from None
-
-
-def _items(features: _Features) -> Items:
-    """Return the media in the order of their places; raise ValueError if hashes and places do not match."""
-    if features.mm_hashes.keys() != features.mm_placeholders.keys():
-        raise ValueError("mm_hashes and mm_placeholders are of different kinds")
-    return in_order(
-        [
-            MultimodalItem(identifier, place.offset, place.length)
-            for kind, identifiers in features.mm_hashes.items()
-            for identifier, place in zip(identifiers, features.mm_placeholders[kind], strict=True)
-        ]
-    )
 
 
 def tokenized_ids(answer: bytes) -> NDArray[np.int64]:
