@@ -136,6 +136,7 @@ class PrefillReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     worker_id: fields.WorkerName
     dp_rank: fields.DpRank
+    request_rank: fields.RequestRank = None
     endpoint: fields.Endpoint
     overlap: Annotated[Overlap, Meta(description="what the worker would reuse of the prompt")]
     effective_prefill_tokens: Annotated[int, Meta(description="tokens of the prompt that it must compute")]
@@ -155,6 +156,7 @@ class SelectReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     model: fields.Model
     worker_id: fields.WorkerName
     dp_rank: fields.DpRank
+    request_rank: fields.RequestRank = None
     endpoint: fields.Endpoint
     overlap: Annotated[Overlap, Meta(description="what the worker would reuse of the prompt now")]
     # An older router's answer lacks it; with `default=0` it would be left out where it is 0.

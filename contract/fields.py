@@ -25,6 +25,13 @@ WorkerIds = Annotated[Sequence[str | int] | None, Meta(description="only these w
 WorkerName = Annotated[str | int, Meta(description="the worker's id; a number if it was registered as one")]
 WorkerId = Annotated[str, Meta(description="the worker's id as text")]
 DpRank = Annotated[int, Meta(description="data-parallel rank")]
+RequestRank = Annotated[
+    int | None,
+    Meta(
+        description="the value of `x-data-parallel-rank` for a request to `endpoint`, which counts from the first rank behind "
+        "that address; absent: do not send it"
+    ),
+]
 Endpoint = Annotated[str | None, Meta(description="the engine's HTTP address; null for a worker without one")]
 State = Annotated[str, Meta(description="state of the worker's event stream (docs/reference/states.md)")]
 

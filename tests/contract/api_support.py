@@ -32,6 +32,7 @@ from kvrouter.router.model.kvcache.catalog import GroupRule
 from kvrouter.router.model.kvcache.resume_rule import ResumeRule
 from kvrouter.router.model.workers.model_names import ServedModel
 from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.model.workers.request_rank import request_ranks
 from kvrouter.router.model.workers.role import HandoverWay, Role
 from kvrouter.router.observe.decisions.decision_log import DecisionLog
 from kvrouter.router.observe.decisions.watch import Watch
@@ -148,6 +149,9 @@ class TinyCore:
 
     def prefill_workers(self, model: str) -> frozenset[WorkerKey]:
         return frozenset(worker for worker, r in self.registered.items() if r.role is Role.PREFILL)
+
+    def request_ranks(self) -> dict[WorkerKey, int]:
+        return request_ranks(self.registered.values(), {})
 
     def handover(self, worker: WorkerKey) -> HandoverWay:
         registration = self.registered.get(worker)

@@ -217,6 +217,7 @@ class ProxyServer:
             tokens=GivenTokens(),
             resolve=self.core.resolve,
             registrations=self.core.registrations,
+            ranks=self.core.request_ranks,
             admission=self.admission,
             pool=self.pool,
             metrics=self.metrics.proxy,

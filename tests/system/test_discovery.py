@@ -7,6 +7,7 @@ The routers have flags and files alone; simulated engines report the rest.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import socket
@@ -25,9 +26,11 @@ from kvrouter.router.model.workers.registration import BASE_PATH_LEFT_OUT
 from kvrouter.simulator.cache.shapes import make_geometry
 from kvrouter.simulator.http.server import ReplicaServer
 from tests.support.fleet import rows
+from tests.support.ports import free_port
 from tests.support.quiet_server import QuietServer
 from tests.support.replica_process import served
 from tests.support.router_process import RouterError, RouterProcess
+from tests.support.scripted_engine import Asked, ScriptedEngine, Wire, plain
 from tests.support.store_server import StoreServer
 
 MODEL = "sim"
@@ -287,3 +290,33 @@ def test_a_wrong_file_ends_the_start_with_one_line(tmp_path: Path, text: str, wo
         raise AssertionError("it started")
     lines = str(caught.value).strip().splitlines()[1:]
     assert len(lines) == 1 and words in lines[0], os.linesep.join(lines)
+
+
+def test_the_header_of_a_rank_counts_from_the_first_core_behind_the_address(tmp_path: Path) -> None:
+    """Ranks 8 and 9 of vLLM's hybrid load balancing: the engine accepts 0 and 1, and names its event streams 8 and 9."""
+    streams = {
+        str(rank): {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{free_port()}"}
+        for rank in (8, 9)
+    }
+
+    async def of_two(asked: Asked, wire: Wire) -> None:
+        # vLLM 0.32.0 v1/engine/input_processor.py:396
+        is_known = asked.all("x-data-parallel-rank") in ([], ["0"], ["1"])
+        await plain(b"{}", "200 OK" if is_known else "400 Bad Request")(asked, wire)
+
+    with ScriptedEngine(of_two) as engine:
+        engine.pages["/kv_event_sources"] = plain(json.dumps(streams).encode())
+        engine.pages["/v1/models"] = plain(b'{"data": [{"id": "sim", "root": "sim", "parent": null}]}')
+        with RouterProcess(tmp_path, ["--worker", f"w0={engine.url}"]) as router:
+            listed = lambda: {row["dp_rank"] for row in router.request("GET", "/workers")["workers"]}  # noqa: E731
+            until(lambda: listed() == {8, 9}, "both ranks are registered")
+            for rank in (8, 9):
+                body = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 1}
+                connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=TIMEOUT_S)
+                connection.request("POST", "/v1/completions", json.dumps(body), {"x-kvrouter-worker": f"w0@{rank}"})
+                assert connection.getresponse().status == 200
+                connection.close()
+                assert engine.asked[-1].all("x-data-parallel-rank") == [str(rank - 8)]
+                pinned = {"worker_id": "w0", "dp_rank": rank}
+                question = {"model": MODEL, "token_ids": [1, 2, 3], "pinned_worker": pinned}
+                assert router.request("POST", "/select", question)["request_rank"] == rank - 8

@@ -10,6 +10,7 @@ from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.question import Hit
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.model.workers.request_rank import request_ranks
 from kvrouter.router.model.workers.role import HandoverWay
 from kvrouter.router.serve.gateway.endpoints import Endpoints, canonical, destination
 from kvrouter.router.serve.gateway.messages import SUBSET_KEY, subset_of
@@ -27,7 +28,7 @@ def registered(
 
 
 def known(*registrations: Registration) -> tuple[Endpoints, Addresses]:
-    addresses = Addresses(registrations, AllowList(()))
+    addresses = Addresses(registrations, AllowList(()), request_ranks(registrations, {}))
     return Endpoints(addresses), addresses
 
 

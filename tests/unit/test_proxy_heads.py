@@ -93,7 +93,6 @@ def test_the_addresses_of_a_fleet_are_listed() -> None:
             registered("dp", "http://10.0.0.1:1", 0),
             registered("dp", "http://10.0.0.1:1", 1),
             registered("alone", "http://10.0.0.2:1", 3),
-            # Two models of one engine are not two ranks.
             registered("two", "http://10.0.0.3:1", model="a"),
             registered("two", "http://10.0.0.3:1", model="b"),
             registered("silent", None),
@@ -101,7 +100,6 @@ def test_the_addresses_of_a_fleet_are_listed() -> None:
         ],
         AllowList(["10.0.0.0/8"]),
     )
-    assert addresses.ranks == {WorkerKey("m", "dp", 0): 0, WorkerKey("m", "dp", 1): 1}
     assert {worker.worker_id for worker in addresses.unreachable} == {"silent", "far"}
     assert (addresses.models, len(addresses.targets)) == ({"m", "a", "b"}, 5)
     # When a process is gone, all of its ranks are gone, and no other worker of the name is.

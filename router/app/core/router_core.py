@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -62,6 +62,7 @@ from kvrouter.router.model.workers.engine_key import EngineKey
 from kvrouter.router.model.workers.model_names import ModelNames, ServedModel, parse_aliases
 from kvrouter.router.model.workers.provenance import registered_twice
 from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.model.workers.request_rank import request_ranks
 from kvrouter.router.model.workers.role import HandoverWay
 from kvrouter.router.model.workers.stream_state import StreamState
 
@@ -161,6 +162,8 @@ class Core:
         self._judge = RegistrationJudge(self.registry, self.engine_lists, clock)
         self._names = ModelNames(parse_aliases(config.model_aliases))
         self._names_known = self._loaded = False
+        # The result of `request_ranks`, or None if registrations or engines changed since.
+        self._request_ranks: dict[WorkerKey, int] | None = None
         self._feed = feed or EventFeed(life=token, wall_clock=clock, metrics=metrics.watch)
         self.registry.subscribe(members=self._on_members, view=self._on_view)
         metrics.before_page(self._measure)
@@ -276,6 +279,7 @@ class Core:
 
     def _on_members(self, worker: WorkerKey | None) -> None:
         self._names_known = False
+        self._request_ranks = None
         if worker is not None:
             self._unsettled.add(worker)
         stream = None if worker is None else self.registry.streams.get(worker)
@@ -291,6 +295,7 @@ class Core:
 
     def _on_engine_lists(self) -> None:
         self._names_known = False
+        self._request_ranks = None
         self.finder.forget_plans()
         self._judge.judge()
         self._kinds_shown.set()
@@ -323,6 +328,12 @@ class Core:
     def registrations(self) -> Sequence[Registration]:
         """Return all registrations; the same object until one of them changes."""
         return self.registry.registrations()
+
+    def request_ranks(self) -> Mapping[WorkerKey, int]:
+        """Return the rank to send with a request, for each worker that needs one; the same object until one changes."""
+        if self._request_ranks is None:
+            self._request_ranks = request_ranks(self.registrations(), self.engine_lists.sources)
+        return self._request_ranks
 
     def handover(self, worker: WorkerKey) -> HandoverWay:
         """Return how the worker learns where its prompt was computed."""

@@ -405,6 +405,7 @@ class Assembly:
             tokens=tokenizer,
             resolve=core.resolve,
             registrations=core.registry.registrations,
+            ranks=core.request_ranks,
             admission=admission,
             pool=Pool(asyncio.get_running_loop(), self._allowed),
             metrics=self._metrics.proxy,

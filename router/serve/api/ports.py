@@ -7,7 +7,7 @@ All of it runs in one asyncio loop; `CorePort.ask` is synchronous and does no I/
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from kvrouter.contract.worker_status import TokensStatus, WorkerStatus
@@ -77,6 +77,10 @@ class CorePort(Protocol):
 
     def names(self) -> Sequence[str]:
         """Return all valid values of a request's `model`: models, their adapters, and aliases of both."""
+        ...
+
+    def request_ranks(self) -> Mapping[WorkerKey, int]:
+        """Return the rank to send with a request, for each worker that needs one."""
         ...
 
     def handover(self, worker: WorkerKey) -> HandoverWay:

@@ -216,6 +216,7 @@ class SelectRoutes:
             model=question.model,
             worker_id=given_id(worker),
             dp_rank=worker.dp_rank,
+            request_rank=self._core.request_ranks().get(worker),
             endpoint=choice.url,
             overlap=overlap_of(choice.hit),
             expected_tokens=choice.expected_tokens,
@@ -239,6 +240,7 @@ class SelectRoutes:
         return PrefillReply(
             worker_id=given_id(worker),
             dp_rank=worker.dp_rank,
+            request_rank=self._core.request_ranks().get(worker),
             endpoint=choice.url,
             overlap=overlap_of(choice.hit),
             effective_prefill_tokens=question.num_tokens - choice.hit.tokens,

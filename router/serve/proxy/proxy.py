@@ -8,7 +8,7 @@ engine's errors go to the client unchanged; the router's own errors say what to 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -72,6 +72,8 @@ class Proxy:
         resolve: Callable[[str], ServedModel],
         # Returns the same sequence until a registration changes.
         registrations: Callable[[], Sequence[Registration]],
+        # Returns the rank to send with a request to each worker that needs one, as the same object until one changes.
+        ranks: Callable[[], Mapping[WorkerKey, int]],
         admission: Admission,
         pool: Pool,
         metrics: ProxyMetrics,
@@ -93,6 +95,7 @@ class Proxy:
             tokens, resolve, lambda: sorted(self.addresses().models), self._takes_salt, self.client_authorization
         )
         self._registrations = registrations
+        self._ranks = ranks
         self._admission = admission
         self._pool = pool
         self._metrics = metrics
@@ -115,7 +118,7 @@ class Proxy:
         self._open = 0
         metrics.open.set_function(lambda: self._open)
         metrics.key_withheld.set_function(lambda: len(engine_key.withheld()))
-        self._addressed: Sequence[Registration] | None = None
+        self._addressed: tuple[Sequence[Registration], Mapping[WorkerKey, int]] | None = None
         self._known_addresses = Addresses((), allowed)
 
     def _takes_salt(self, model: str, path: str) -> bool:
@@ -267,11 +270,12 @@ class Proxy:
         raise NoWorker("no worker can take it: register the engine's HTTP address (url), and let allow_hosts admit it")
 
     def addresses(self) -> Addresses:
-        """Return the addresses of the registered workers. The object stays the same until a registration changes."""
-        registrations = self._registrations()
-        if registrations is not self._addressed:
-            self._addressed = registrations
-            self._known_addresses = Addresses(registrations, self.allowed)
+        """Return the addresses of the registered workers. The object stays the same until one of them changes."""
+        registrations, ranks = self._registrations(), self._ranks()
+        addressed = self._addressed
+        if addressed is None or registrations is not addressed[0] or ranks is not addressed[1]:
+            self._addressed = registrations, ranks
+            self._known_addresses = Addresses(registrations, self.allowed, ranks)
         return self._known_addresses
 
     async def _attempt(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.model.upstream.origin import Target, target_of
@@ -15,12 +15,13 @@ from kvrouter.router.model.workers.role import HandoverWay, Role
 class Addresses:
     """The HTTP addresses of all registered workers, at one time."""
 
-    def __init__(self, registrations: Sequence[Registration], allowed: AllowList) -> None:
+    def __init__(
+        self, registrations: Sequence[Registration], allowed: AllowList, ranks: Mapping[WorkerKey, int] | None = None
+    ) -> None:
         # The addresses of the workers that may be sent requests.
         self.targets: dict[WorkerKey, Target] = {}
-        # The rank to send with a request, if several ranks are registered under one URL. An engine with one rank
-        # rejects requests for another.
-        self.ranks: dict[WorkerKey, int] = {}
+        # The rank to send with a request, if several ranks are registered under one URL (`request_rank.py`).
+        self.ranks = {} if ranks is None else ranks
         # All models, and the models that have prefill workers.
         self.models: set[str] = set()
         self.prefillers: set[str] = set()
@@ -44,9 +45,6 @@ class Addresses:
             self.targets[worker] = target_of(url)
             self._at.setdefault(url, set()).add(worker)
             self._urls[worker] = url
-        for worker, url in self._urls.items():
-            if sum(other.model == worker.model for other in self._at[url]) > 1:
-                self.ranks[worker] = worker.dp_rank
         # Workers registered without a URL, or with one that is not allowed.
         self.unreachable = frozenset(unreachable)
         # Decode workers whose sidecar gets the prefill worker by header.
