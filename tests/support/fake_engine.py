@@ -31,9 +31,9 @@ def prompt(seed: int, blocks: int = 12) -> list[int]:
     return [int(t) for t in np.random.default_rng(seed).integers(0, 50_000, blocks * BLOCK + 8)]
 
 
-def hashes(tokens: list[int], cache_salt: str | None = None) -> list[int]:
-    """Return the block hashes of a prompt, as vLLM computes them."""
-    space = HashSpace(SCHEME, BLOCK, None, cache_salt)
+def hashes(tokens: list[int], cache_salt: str | None = None, lora: tuple[str, str] | None = None) -> list[int]:
+    """Return the block hashes of a prompt, as vLLM computes them; `lora` has an adapter's name and path."""
+    space = HashSpace(SCHEME, BLOCK, lora, cache_salt)
     hasher = PromptHasher(space, np.array(tokens, np.int64), SegmentMemory(0))
     while len(hasher.extend()):
         pass

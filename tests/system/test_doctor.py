@@ -304,6 +304,19 @@ def test_kv303_names_a_window_that_is_not_known(clinic: Clinic, engine: FakeEngi
         assert "without its window" in clinic.find("KV303", subject).evidence
 
 
+def test_kv303_names_a_registered_block_size_and_that_of_the_events(clinic: Clinic, engine: FakeEngine) -> None:
+    kinds = ("full_attention", "mamba")
+    groups = [{"group_idx": number, "kind": kind, "block_size": 8 * BLOCK} for number, kind in enumerate(kinds)]
+    tokens = prompt(1, 3)
+    with clinic.worker(**engine.registration("sized", "sized", catalog={"groups": groups})) as subject:
+        clinic.router.wait_connected("sized", engine.wait_subscribed)
+        events = [stored(tokens, 0, 3, number, kind=kind) for number, kind in enumerate(kinds)]
+        row = clinic.router.wait_seen("sized", engine.publish(*events))
+        for text in (row["reason"], row["catalog"]["problem"], clinic.find("KV303", subject).evidence):
+            assert str(BLOCK) in text and str(8 * BLOCK) in text
+        assert "KV302" not in clinic.codes()
+
+
 def test_kv304_names_a_hybrid_model_with_one_group(
     clinic: Clinic, engine: FakeEngine, http: EngineHttp, replicas: list[dict[str, Any]]
 ) -> None:

@@ -6,13 +6,14 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from kvrouter.events.transport.progress import FellBehind
 from kvrouter.events.vllm.codec import encode_batch
 from kvrouter.events.vllm.stream_items import Batch, Connected, Restarted, fingerprint
 from kvrouter.events.vllm.wire import WireStored
-from kvrouter.router.model.kvcache.block_hash import HashScheme, hash_block, reduce_hash
+from kvrouter.router.model.kvcache.block_hash import HashScheme, hash_block, hash_chain, reduce_hash
 from kvrouter.router.model.kvcache.catalog_learner import UNNAMED_BLOCK_TOKENS
 from kvrouter.router.model.workers.registration import CatalogSpec, GroupSpec
 from kvrouter.router.model.workers.stream_state import StreamState
@@ -230,3 +231,79 @@ def test_blocks_are_taken_as_full_after_an_unreadable_event() -> None:
     feed(ingest, broken, partial(1))
     assert ingest.profile.tally.broken == 1
     assert [group.block_size for group in ingest.profile.catalog.groups] == [16, 16]
+
+
+SMALL, LARGE = 1_536, 12_288
+LONG_TOKENS = list(range(2 * LARGE))
+
+
+def blocks_of(
+    block_tokens: int, hash_tokens: int, group: int = 0, kind: str = "full_attention", blocks: int = 0
+) -> WireStored:
+    """Return the store of the first blocks of LONG_TOKENS, all that they fill if `blocks` is 0."""
+    chain, _ = hash_chain(HashScheme.default(), None, np.array(LONG_TOKENS), hash_tokens, (None,))
+    hashes = [int(chain[end // hash_tokens - 1]) for end in range(block_tokens, len(LONG_TOKENS) + 1, block_tokens)]
+    stored_hashes = hashes[:blocks] if blocks else hashes
+    return stored(
+        stored_hashes, group, parent_block_hash=None, token_ids=LONG_TOKENS[: len(stored_hashes) * block_tokens],
+        extra_keys=[None] * len(stored_hashes), block_size=block_tokens, kv_cache_spec_kind=kind,
+    )  # fmt: skip
+
+
+def full(block_tokens: int, group: int = 0) -> GroupSpec:
+    return GroupSpec(group, "full_attention", block_tokens)
+
+
+def mamba(block_tokens: int) -> GroupSpec:
+    return GroupSpec(1, "mamba", block_tokens)
+
+
+@pytest.mark.parametrize(
+    ("spec", "events"),
+    [
+        (CatalogSpec(groups=(full(SMALL),)), [blocks_of(LARGE, LARGE)]),
+        (CatalogSpec(groups=(full(LARGE),)), [blocks_of(SMALL, SMALL)]),
+        (
+            CatalogSpec(groups=(full(SMALL), mamba(SMALL))),
+            [blocks_of(LARGE, LARGE), blocks_of(LARGE, LARGE, 1, "mamba")],
+        ),
+        # Three blocks of 1,536 tokens end before the first one of 12,288, so nothing of them would be found.
+        (
+            CatalogSpec(groups=(full(LARGE), mamba(LARGE))),
+            [blocks_of(SMALL, SMALL, blocks=3), blocks_of(SMALL, SMALL, 1, "mamba", blocks=3)],
+        ),
+        (CatalogSpec(hash_block_size=SMALL), [blocks_of(LARGE, LARGE)]),
+        (CatalogSpec(hash_block_size=LARGE), [blocks_of(SMALL, SMALL)]),
+    ],
+)
+def test_a_stated_block_size_that_the_events_contradict_is_named_with_theirs(
+    spec: CatalogSpec, events: list[WireStored]
+) -> None:
+    ingest = feed(live(catalog=spec), batch(0, *events))
+    problem = ingest.profile.catalog.problem or ""
+    assert str(SMALL) in problem and str(LARGE) in problem, problem
+    # The engine's seed is not in doubt, so the reason does not name it.
+    assert ingest.state is StreamState.LIVE and "none_hash" not in ingest.reason
+    assert ingest.profile.identity.label.endswith("(verified)")
+    # Another process of the router learns the same.
+    assert restored(ingest, catalog=spec).profile.catalog.problem == problem
+
+
+def test_blocks_that_are_stored_one_by_one_name_their_size_once_two_come_together() -> None:
+    spec = CatalogSpec(groups=(full(LARGE), mamba(LARGE)))
+    ingest = feed(live(catalog=spec), batch(0, blocks_of(SMALL, SMALL, blocks=1)))
+    # An entry inside a block looks the same.
+    assert ingest.profile.catalog.problem is None
+    for seq in (1, 2):
+        feed(ingest, batch(seq, stored([900 + seq], block_size=SMALL)))
+    assert ingest.profile.catalog.problem is None
+    feed(ingest, batch(3, stored([910, 911], block_size=SMALL)))
+    assert str(SMALL) in (ingest.profile.catalog.problem or "")
+
+
+def test_large_blocks_verify_the_scheme_if_one_hash_covers_each() -> None:
+    ingest = feed(live(), batch(0, blocks_of(LARGE, LARGE)))
+    assert ingest.profile.identity.label.endswith("(verified)")
+    # Smaller hash blocks are not sought, which proves nothing against the scheme.
+    ingest = feed(live(), batch(0, blocks_of(LARGE, SMALL)))
+    assert ingest.profile.identity.label.endswith("(assumed)")

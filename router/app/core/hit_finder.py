@@ -15,6 +15,7 @@ import msgspec
 from kvrouter.contract.tiers import all_on_gpu
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.follow.fleet.worker_registry import WorkerRegistry
+from kvrouter.router.follow.streams.worker_stream import WorkerStream
 from kvrouter.router.index.matching.cache_writes import ModelWrites
 from kvrouter.router.index.matching.matcher import HashPlans, HitTable, Matcher, WorkerView
 from kvrouter.router.index.matching.mirror import Mirror
@@ -50,7 +51,7 @@ class HitFinder:
             mirror: The blocks of all workers.
             memory: Remembers the hashes of prompt segments.
             history: Remembers the prompts that were sent to workers without usable events.
-            adapters: Returns the LoRA adapters that each engine lists, by the engine's URL. Call `forget_plans` after a
+            adapters: Returns the LoRA adapters that each engine lists, by the engine's URL. Call `take_adapters` after a
                 change.
             clock: Returns the current time in seconds.
         """
@@ -64,11 +65,31 @@ class HitFinder:
         # empties them.
         self._plans: dict[str, tuple[int, HashPlans]] = {}
         self._rules: dict[WorkerKey, ResumeRule | None] = {}
+        # The adapters that engines listed last, as `adapters` returns them.
+        self._listed: dict[str, dict[str, str]] = {}
         registry.subscribe(members=lambda worker: self.forget_plans(), view=self._on_view)
 
     def forget_plans(self) -> None:
         """Forget the plans, so that the next question builds new ones."""
         self._plans.clear()
+
+    def take_adapters(self) -> None:
+        """Note that engines list other adapters than before.
+
+        Guesses about an engine that loaded an adapter again from another path end, because a guess names an adapter
+        without its path.
+        """
+        self.forget_plans()
+        adapters = {url: dict(paths) for url, paths in self._adapters().items()}
+        reloaded = {
+            url
+            for url, paths in adapters.items()
+            if any(paths.get(name, path) != path for name, path in self._listed.get(url, {}).items())
+        }
+        self._listed = adapters
+        for worker, stream in self._registry.streams.items():
+            if stream.view.url in reloaded:
+                self._history.forget(worker)
 
     def _on_view(self, worker: WorkerKey, view: WorkerView | None) -> None:
         self._plans.clear()
@@ -114,11 +135,11 @@ class HitFinder:
         return cached[1]
 
     def _views(self, model: str) -> list[WorkerView]:
-        views = [stream.view for worker, stream in self._registry.streams.items() if worker.model == model]
-        if not views:
+        streams = [stream for worker, stream in self._registry.streams.items() if worker.model == model]
+        if not streams:
             raise unknown_model(model, self._registry.models())
         adapters = self._adapters()
-        return [_with_adapters(view, adapters.get(view.url or "", {})) for view in views]
+        return [_with_adapters(stream, adapters.get(stream.view.url or "", {})) for stream in streams]
 
     async def hash_ahead(self, question: Question) -> None:
         """Hash a long prompt in turns before `hits` needs its hashes, so that other requests are answered in between.
@@ -189,6 +210,15 @@ class HitFinder:
         return self._registry.streams
 
 
-def _with_adapters(view: WorkerView, adapters: Mapping[str, str]) -> WorkerView:
-    """Return the view with the adapter paths that the engine lists; declared or registered paths take precedence."""
-    return msgspec.structs.replace(view, lora_paths={**adapters, **view.lora_paths}) if adapters else view
+def _with_adapters(stream: WorkerStream, adapters: Mapping[str, str]) -> WorkerView:
+    """Return the stream's view with the adapter paths that the engine lists.
+
+    They take precedence over declared and registered paths, which may be those of an adapter that was loaded again since,
+    if the engine lists the paths that it hashes.
+    """
+    view = stream.view
+    if not adapters:
+        return view
+    stated, listed = view.lora_paths, adapters
+    paths = {**stated, **listed} if stream.profile.engine.lists_hashed_paths else {**listed, **stated}
+    return msgspec.structs.replace(view, lora_paths=paths)

@@ -27,9 +27,12 @@ def worker_status(stream: WorkerStream, mirror: MirrorSync, unread: str | None, 
         now: The time on the stream's clock.
     """
     profile, registration = stream.profile, stream.registration
+    catalog = profile.catalog
     reasons = (
         unread,
         stream.view.reason,
+        # Until a group has shown itself, an engine that has stored nothing yet is well.
+        catalog.problem if catalog.groups else None,
         mirror.lost_credit(stream.worker),
         registration.note,
         stream.note,
@@ -37,7 +40,6 @@ def worker_status(stream: WorkerStream, mirror: MirrorSync, unread: str | None, 
         stream.disk_problem,
         cache_problem(stream.cache),
     )
-    catalog = profile.catalog
     return WorkerStatus(
         worker_id=stream.worker.worker_id,
         dp_rank=stream.worker.dp_rank,

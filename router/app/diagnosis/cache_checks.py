@@ -47,7 +47,8 @@ def _of_hashes(worker: WorkerFacts) -> Iterator[Finding]:
     if worker.state is StreamState.UNHASHABLE:
         fix = engine_named(worker.registration.engine).flags.hashes
         yield found("KV301", worker.subject, f"its hashes are {worker.hash_label}", fix)
-    elif worker.scheme in (SchemeState.ASSUMED, SchemeState.DECLARED) and worker.blocks:
+    elif worker.scheme in (SchemeState.ASSUMED, SchemeState.DECLARED) and worker.blocks and not worker.catalog.problem:
+        # A wrong catalog may be why no hash could be compared, and KV303 reports it.
         yield found(
             "KV302",
             worker.subject,

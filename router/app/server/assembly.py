@@ -350,7 +350,7 @@ class Assembly:
         core.registry.subscribe(
             view=admission.on_view, load=placer.take_engine_load, life=placer.weights.prompts.forget
         )
-        core.registry.subscribe(life=admission.refused.forget)
+        core.registry.subscribe(view=placer.on_view, life=admission.refused.forget)
         return placer
 
     async def _start_discovery(self, core: Core, sources: Sequence[Source], http: aiohttp.ClientSession) -> Discovery:

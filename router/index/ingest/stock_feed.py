@@ -278,8 +278,11 @@ class StockFeed:
             if isinstance(event, EventRun):
                 count += event.count
                 shape = _with_medium(event.event, media)
-                if len(event.roots) and self._learner.wants_roots and isinstance(shape, BlockStored):
-                    self._learner.roots(shape, event.roots.tolist())
+                if isinstance(shape, BlockStored):
+                    if len(event.roots) and self._learner.wants_roots:
+                        self._learner.roots(shape, event.roots.tolist())
+                    if len(event.hashes) > event.count:
+                        self._learner.several(shape)
                 self._count(shape, event.hashes, runs)
             else:
                 count += 1
@@ -344,6 +347,8 @@ class StockFeed:
         if shape not in self.known_shapes or event.medium != "GPU" or learner.in_doubt:
             learner.stored(event, shows_tier=self._profile.engine.tiers_shown)
             self.known_shapes.add(shape)
+        if len(event.block_hashes) > 1:
+            learner.several(event)
         if event.medium == "GPU" and learner.wants_parents:
             learner.parent(event)
         if event.parent_block_hash is None and learner.wants_roots:

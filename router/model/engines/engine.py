@@ -106,6 +106,9 @@ class Engine(msgspec.Struct, frozen=True, eq=False):
     # Returns whether the engine reuses nothing for a request with these fields, because they need the whole prompt
     # computed.
     skips_cache: Callable[[Mapping[str, object]], bool]
+    # Whether its list of models names the path of an adapter that its hashes cover, and a new one as soon as the adapter
+    # is loaded again.
+    lists_hashed_paths: bool
     # The HTTP paths at which the engine applies `cache_salt`. It ignores the field at all others.
     salted_paths: frozenset[str]
 

@@ -37,8 +37,8 @@ MAX_TOKEN_ID = 2**63 - 1
 # number, because block sizes in vLLM's attention backends are multiples of 8 or more, and so is their gcd.
 HASH_BLOCK_STEP_TOKENS = 8
 
-# The hash block size of a larger announced block is not guessed: 10 schemes and 9 sizes of 2,048 tokens already take
-# 20 ms uncompiled, and an engine either announces smaller blocks too or can be declared.
+# The hash block size of a larger announced block is not guessed, only tried as the block's own: 10 schemes and 9 sizes
+# of 2,048 tokens already take 20 ms uncompiled, and an engine either announces smaller blocks too or can be declared.
 MAX_GUESSED_BLOCK_TOKENS = 2048
 
 # Enough for the default seed and the router's own seeds with each algorithm; every worker's scheme is one of these.
@@ -384,7 +384,8 @@ def verify_scheme(
         token_ids: The block's `block_size` tokens, and the known tokens after the block. Schemes whose lookahead is
             longer are not tried.
         block_size: Tokens of the announced block.
-        hash_block_size: Tokens of a hash block, or None to try all `plausible_hash_block_sizes`.
+        hash_block_size: Tokens of a hash block, or None to try all `plausible_hash_block_sizes`; of a block above
+            MAX_GUESSED_BLOCK_TOKENS, only its own size.
         extra_keys_untagged: This block's entry of the event's extra_keys. Pass only events that carry extra_keys at
             all, because absent ones may hide a salt.
         lora_name: The event's LoRA, or None.
@@ -402,12 +403,11 @@ def verify_scheme(
         return SchemeUnknown(str(error))
     if hash_block_size is not None and (hash_block_size < 1 or block_size % hash_block_size):
         return SchemeUnknown(f"a block of {block_size} tokens is not made of hash blocks of {hash_block_size}")
-    if hash_block_size is None and block_size > MAX_GUESSED_BLOCK_TOKENS:
-        return SchemeUnknown(f"the hash block size is not guessed from {block_size} tokens; declare hash_block_size")
     first = tag_extra_keys(extra_keys_untagged, lora_name=lora_name, lora_paths=lora_paths)
     if isinstance(first, SchemeUnknown):
         return first
-    sizes = plausible_hash_block_sizes(block_size) if hash_block_size is None else [hash_block_size]
+    is_guessed = hash_block_size is None and block_size <= MAX_GUESSED_BLOCK_TOKENS
+    sizes = plausible_hash_block_sizes(block_size) if is_guessed else [hash_block_size or block_size]
     # These keys are those of the announced block; its hash blocks may have other keys, which are not on the wire.
     located = any(key[0] in ("mm", "prompt_embeds") for key in first or ())
     others = tuple(key for key in first or () if key[0] == "lora") or None
@@ -416,6 +416,8 @@ def verify_scheme(
             hashes, _ = hash_chain(scheme, None, tokens[: block_size + scheme.lookahead_tokens], size, (first, others))
             if int(hashes[-1]) == block_hash:
                 return SchemeVerified(scheme, size)
+    if hash_block_size is None and not is_guessed:
+        return SchemeUnknown(f"the hash block size is not guessed from {block_size} tokens; declare hash_block_size")
     if located and hash_block_size != block_size:
         return SchemeUnknown("multi-modal and prompt-embeds keys of the hash blocks within a block are not on the wire")
     return SchemeUnexplained(plain=first is None)

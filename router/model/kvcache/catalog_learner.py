@@ -55,6 +55,8 @@ class LearnedGroup(msgspec.Struct, frozen=True):
     gpu_block_sizes: list[int] = []
     # Whether entries inside the group's blocks were announced.
     partial: bool = False
+    # The block sizes of GPU events that announced several blocks each.
+    whole_sizes: list[int] = []
 
 
 class LearnedCatalog(msgspec.Struct, frozen=True):
@@ -76,6 +78,7 @@ class _Seen:
         "problem",
         "recent_sizes",
         "single_stores",
+        "whole_sizes",
         "window",
     )
 
@@ -87,6 +90,9 @@ class _Seen:
         self.recent_sizes: set[int] = set()
         # The members of `block_sizes` that events of the GPU announced.
         self.gpu_block_sizes: set[int] = set()
+        # The members of `gpu_block_sizes` that events of several blocks announced. An entry inside a block comes alone,
+        # so these are sizes of whole blocks.
+        self.whole_sizes: set[int] = set()
         # How the group's events contradict each other, or None.
         self.problem: str | None = None
         # Whether entries inside the group's blocks were announced.
@@ -184,6 +190,16 @@ class CatalogLearner:
         else:
             seen.single_stores.add(int(event.block_hashes[0]))
 
+    def several(self, event: BlockStored) -> None:
+        """Learn the size of whole blocks from the form of a store that announced several blocks. Call it after `stored`.
+
+        Source: vLLM 0.32.0 v1/core/block_pool.py: cache_partial_block announces one entry an event.
+        """
+        seen = self._seen.get(event.group_idx)
+        if seen is not None and event.medium == GPU and event.block_size in seen.gpu_block_sizes - seen.whole_sizes:
+            seen.whole_sizes.add(event.block_size)
+            self.version += 1
+
     @property
     def in_doubt(self) -> bool:
         """Whether odd events came, so that even an event that repeats an earlier one has to be looked at."""
@@ -222,6 +238,7 @@ class CatalogLearner:
         else:
             seen.problem, seen.block_sizes = None, set(seen.recent_sizes)
             seen.gpu_block_sizes &= seen.block_sizes
+            seen.whole_sizes &= seen.block_sizes
         self.version += 1
 
     def _contradicts_names(self, group_idx: int | None) -> bool:
@@ -368,7 +385,7 @@ class CatalogLearner:
         if spec.hash_block_size is None and hash_block_size is not None:
             spec = msgspec.structs.replace(spec, hash_block_size=hash_block_size)
         stated = self._stated_as_announced()
-        problem = self._problem or self._contradiction(stated)
+        problem = self._problem or self._contradiction(stated, hash_block_size)
         groups = dict(stated)
         # Engines announce entries inside blocks only to keep Mamba states.
         partial = any(seen.partial for seen in self._seen.values()) and any(
@@ -408,18 +425,32 @@ class CatalogLearner:
                 return {announced: msgspec.structs.replace(group, group_idx=announced)}
         return self._stated
 
-    def _contradiction(self, stated: dict[int | None, Group]) -> str | None:
-        """Return how the events contradict the stated groups, so that no announced block would be found, or None."""
+    def _contradiction(self, stated: dict[int | None, Group], hash_block_size: int | None) -> str | None:
+        """Return how the events contradict the stated catalog, so that no announced block would be found, or None.
+
+        Args:
+            stated: The stated groups.
+            hash_block_size: The size that verified hashes showed, or None if no hash is verified.
+        """
+        stated_size = self._spec.hash_block_size
+        if hash_block_size is not None and stated_size not in (None, hash_block_size):
+            return (
+                f"its catalog states hash_block_size {stated_size}, the hashes of its events cover {hash_block_size} tokens: "
+                "register the engine's size, or none"
+            )
         if stated and self._seen and not stated.keys() & self._seen.keys():
             return (
                 f"its catalog states {_numbers(stated)}, its events announce {_numbers(self._seen)}: register the groups that "
                 "the engine has, or no catalog"
             )
         for number, group in stated.items():
-            sizes = self._seen[number].gpu_block_sizes if number in self._seen else set()
+            seen = self._seen.get(number)
+            sizes = set() if seen is None else seen.gpu_block_sizes
+            if seen is None or not sizes or group.block_size in sizes:
+                continue
             # With several groups, entries inside blocks are announced in the hash block size.
             inner = len(stated.keys() | self._seen.keys()) > 1 and not any(group.block_size % size for size in sizes)
-            if sizes and group.block_size not in sizes and not inner:
+            if seen.whole_sizes or not inner:
                 return (
                     f"its catalog states blocks of {group.block_size} tokens for {group.name}, its events announce "
                     f"{', '.join(map(str, sorted(sizes)))}: register the engine's block size"
@@ -438,6 +469,7 @@ class CatalogLearner:
                 index in self._judged_at,
                 sorted(seen.gpu_block_sizes),
                 seen.partial,
+                sorted(seen.whole_sizes),
             )
             for index, seen in self._seen.items()
         ]
@@ -452,7 +484,7 @@ class CatalogLearner:
             seen.block_sizes = set(group.block_sizes)
             if group.doubtful or group.problem is not None:
                 self._doubt(group.group_idx)
-            seen.gpu_block_sizes = set(group.gpu_block_sizes)
+            seen.gpu_block_sizes, seen.whole_sizes = set(group.gpu_block_sizes), set(group.whole_sizes)
             seen.partial = group.partial
         self._tier = learned.tier
         self._blocks_per_chunk = learned.blocks_per_chunk

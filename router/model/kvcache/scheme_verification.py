@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from enum import Enum
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from kvrouter.events.vllm.messages import BlockStored
 from kvrouter.router.base.common.ids import GPU
@@ -96,19 +98,32 @@ class HashIdentity:
         keys: Sequence[object] | None = event.extra_keys[0] if event.extra_keys else None
         self._judgements += 1
         before = self.standing
-        self._take(
-            verify_scheme(
-                self._candidates,
-                block_hash=int(event.block_hashes[0]),
-                token_ids=tokens[: event.block_size + max(scheme.lookahead_tokens for scheme in self._candidates)],
-                block_size=event.block_size,
-                hash_block_size=self._spec.hash_block_size,
-                extra_keys_untagged=keys,
-                lora_name=event.lora_name,
-                lora_paths=self._spec.lora_paths,
-            )
-        )
+        verdict = self._verdict(event, tokens, keys, self._spec.hash_block_size)
+        if self._spec.hash_block_size is not None and not isinstance(verdict, SchemeVerified):
+            # The stated size may be wrong; then the scheme is not in doubt, and the catalog names both sizes.
+            guessed = self._verdict(event, tokens, keys, None)
+            verdict = guessed if isinstance(guessed, SchemeVerified) else verdict
+        self._take(verdict)
         return self.standing is not before
+
+    def _verdict(
+        self,
+        event: BlockStored,
+        tokens: NDArray[np.int64],
+        keys: Sequence[object] | None,
+        hash_block_size: int | None,
+    ) -> Verdict:
+        """Return what the first block of a Stored event shows if a hash block has this size; None tries several."""
+        return verify_scheme(
+            self._candidates,
+            block_hash=int(event.block_hashes[0]),
+            token_ids=tokens[: event.block_size + max(scheme.lookahead_tokens for scheme in self._candidates)],
+            block_size=event.block_size,
+            hash_block_size=hash_block_size,
+            extra_keys_untagged=keys,
+            lora_name=event.lora_name,
+            lora_paths=self._spec.lora_paths,
+        )
 
     def prove(self, token_ids: Sequence[int], block_hash: int) -> None:
         """Use an example that the engine computed for this purpose as evidence.

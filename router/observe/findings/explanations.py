@@ -245,8 +245,8 @@ EXPLANATIONS: dict[str, Explanation] = {
         "`none_hash_seed` and `hash_algo`, or install the engine patch.",
     ),
     "KV303": Explanation(
-        "A block size, a window or a chunk size of a cache group is missing or contradicts itself, so no hit can "
-        "be promised. The evidence names it.",
+        "A block size, a window or a chunk size of a cache group is missing, contradicts itself, or is not the one that "
+        "the worker was registered with, so no hit can be promised. The evidence names it, with both numbers.",
         "Register the worker with its catalog (docs/reference/http.md), or install the engine patch, which "
         "declares it.",
     ),

@@ -57,7 +57,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "KV208": (ERROR, "the worker's events are not followed"),
     "KV301": (ERROR, "the engine's block hashes are not understood"),
     "KV302": (WARNING, "the hash scheme is not verified"),
-    "KV303": (ERROR, "the catalog of cache groups is incomplete"),
+    "KV303": (ERROR, "the catalog of cache groups is incomplete or wrong"),
     "KV304": (ERROR, "the hybrid KV cache manager is off"),
     "KV305": (WARNING, "workers of one model have different caches"),
     "KV306": (WARNING, "blocks on CPU or disk earn no credit"),

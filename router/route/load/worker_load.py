@@ -176,6 +176,16 @@ class LoadModel:
             return speed.prefill_rate
         return self.usual_rates.get(worker.model, self.fleet_rate)
 
+    def forget(self, worker: WorkerKey) -> None:
+        """Forget all that was measured and reported of a worker that was dropped.
+
+        Its requests stay in `table` until they end: their engine may be registered again, under the same name.
+        """
+        self.corrections.pop(worker, None)
+        self.rates.pop(worker, None)
+        self.slowness.pop(worker, None)
+        self.prompts.forget(worker)
+
     def tick(self, workers: Iterable[WorkerKey], now: float) -> None:
         """Drop outdated reports and absent workers, and compare the workers' speeds; called periodically.
 

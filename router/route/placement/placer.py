@@ -18,6 +18,7 @@ from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.common.task_supervisor import TaskSupervisor
 from kvrouter.router.base.redis_client.servers import Servers
+from kvrouter.router.index.matching.matcher import WorkerView
 from kvrouter.router.model.config.settings import Config
 from kvrouter.router.model.engines.engine_metrics import EngineLoad
 from kvrouter.router.route.load.load_messages import PREFILL_COMPLETE, RELEASE
@@ -334,6 +335,11 @@ class Placer:
         if self._share is not None:
             self._share.gauge(worker, said)
         self._freed()
+
+    def on_view(self, worker: WorkerKey, view: WorkerView | None) -> None:
+        """Forget a worker that was dropped; `view` is None then."""
+        if view is None:
+            self.weights.forget(worker)
 
     def send_notice(self, notice: bytes) -> None:
         """Send a notice to the other processes; it may be dropped."""

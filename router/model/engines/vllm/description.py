@@ -190,5 +190,7 @@ VLLM = Engine(
     tokens=TOKENS,
     flags=FLAGS,
     skips_cache=skips_cache,
+    # Source: vLLM 0.32.0 entrypoints/openai/models/serving.py:156, v1/core/kv_cache_utils.py:595.
+    lists_hashed_paths=True,
     salted_paths=SALTED_PATHS,
 )
