@@ -18,6 +18,7 @@ from kvrouter.router.model.kvcache.block_hash import (
     ExtraKeys,
     HashScheme,
     HashSpace,
+    KeysUnknown,
     SchemeUnexplained,
     SchemeUnknown,
     SchemeVerified,
@@ -258,15 +259,29 @@ def test_bare_salts_of_older_engines_do_not_convict_the_scheme() -> None:
         ({"lora_name": "x", "extra_keys_untagged": ["x"]}, "declare it in lora_paths"),
         ({"lora_name": "x", "lora_paths": {"x": "/p"}}, "do not start with it"),
         ({"lora_name": "x", "lora_paths": {"x": "/p"}, "extra_keys_untagged": ["y"]}, "do not start with it"),
-        ({"extra_keys_untagged": ["a", "b"]}, "does not send: str"),
-        ({"extra_keys_untagged": [7]}, "does not send: int"),
-        ({"extra_keys_untagged": [["a", "b"]]}, "does not send: list"),
     ],
 )
 def test_an_undecided_verdict_names_its_reason(changes: dict[str, Any], why: str) -> None:
     outcome = verdict(DEFAULT, [DEFAULT], **changes)
     assert isinstance(outcome, SchemeUnknown)
     assert why in outcome.reason
+
+
+@pytest.mark.parametrize(
+    ("keys", "form"),
+    [
+        (["a", "b"], "know: str"),
+        ([7], "know: int"),
+        ([["a", "b"]], "know: [str, str]"),
+        ([("a", ("b", 1), None)], "know: [str, [str, int], NoneType]"),
+        ("secret", "no list: str"),
+        (7, "no list: int"),
+    ],
+)
+def test_keys_of_an_unknown_form_are_a_verdict_that_shows_no_value(keys: Any, form: str) -> None:
+    outcome = verdict(DEFAULT, [DEFAULT], extra_keys_untagged=keys)
+    assert isinstance(outcome, KeysUnknown)
+    assert outcome.reason.endswith(form)
 
 
 def test_prompt_embeds_are_tagged() -> None:

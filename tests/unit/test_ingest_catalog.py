@@ -15,6 +15,7 @@ from kvrouter.events.vllm.stream_items import Batch, Connected, Restarted, finge
 from kvrouter.events.vllm.wire import WireStored
 from kvrouter.router.model.kvcache.block_hash import HashScheme, hash_block, hash_chain, reduce_hash
 from kvrouter.router.model.kvcache.catalog_learner import UNNAMED_BLOCK_TOKENS
+from kvrouter.router.model.kvcache.scheme_verification import MAX_JUDGEMENTS
 from kvrouter.router.model.workers.registration import CatalogSpec, GroupSpec
 from kvrouter.router.model.workers.stream_state import StreamState
 from tests.support.ingest_steps import batch, feed, live, make, removed, restored, stored, taken
@@ -307,3 +308,35 @@ def test_large_blocks_verify_the_scheme_if_one_hash_covers_each() -> None:
     # Smaller hash blocks are not sought, which proves nothing against the scheme.
     ingest = feed(live(), batch(0, blocks_of(LARGE, SMALL)))
     assert ingest.profile.identity.label.endswith("(assumed)")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        [["cache_salt", "a"]],
+        ["cache_salt", "a"],
+        [["cache_salt", "a", 0]],
+        [["lora", "sql", "/adapters/sql"], ["cache_salt", "a"]],
+        [7],
+        7,
+        {"cache_salt": "a"},
+        [None],
+    ],
+    ids=str,
+)
+def test_extra_keys_of_an_unknown_form_earn_nothing_until_a_block_verifies(keys: Any) -> None:
+    def salted(block_hash: int) -> WireStored:
+        return stored([block_hash], parent_block_hash=None, token_ids=TOKENS, extra_keys=[keys])
+
+    ingest = feed(live(), batch(0, salted(5)))
+    assert ingest.state is StreamState.UNHASHABLE
+    assert "extra key" in ingest.reason and "none_hash" not in ingest.reason
+    assert "extra key" in ingest.profile.identity.label
+    # However many of them come, a block of a known form is still looked at.
+    feed(ingest, *(batch(seq, salted(5 + seq)) for seq in range(1, MAX_JUDGEMENTS + 2)))
+    assert ingest.state is StreamState.UNHASHABLE and ingest.profile.tally.broken == 0
+    feed(ingest, batch(MAX_JUDGEMENTS + 2, root(HashScheme.default())))
+    assert ingest.state is StreamState.LIVE and ingest.reason == ""
+    # Nor do such blocks take away what was verified.
+    feed(ingest, batch(MAX_JUDGEMENTS + 3, salted(6)))
+    assert ingest.state is StreamState.LIVE

@@ -45,7 +45,7 @@ def cache_findings(snapshot: Snapshot) -> Iterator[Finding]:
 
 def _of_hashes(worker: WorkerFacts) -> Iterator[Finding]:
     if worker.state is StreamState.UNHASHABLE:
-        fix = engine_named(worker.registration.engine).flags.hashes
+        fix = f"{engine_named(worker.registration.engine).flags.hashes}; if the evidence names an extra key: install a newer router"
         yield found("KV301", worker.subject, f"its hashes are {worker.hash_label}", fix)
     elif worker.scheme in (SchemeState.ASSUMED, SchemeState.DECLARED) and worker.blocks and not worker.catalog.problem:
         # A wrong catalog may be why no hash could be compared, and KV303 reports it.

@@ -256,6 +256,8 @@ class WorkerProfile:
             return f"the engine is not up: {self.contact.absent}"
         if self.ranks.problem:
             return self.ranks.problem
+        if self.state is StreamState.UNHASHABLE and self.identity.keys_problem:
+            return f"{self.identity.keys_problem}: the engine is newer than this router, so install a newer router"
         if self.state is StreamState.UNHASHABLE:
             return f"no known way of hashing gives the hashes of its first blocks: {self.engine.flags.hashes}"
         if withheld := self.withheld(blocks.places):

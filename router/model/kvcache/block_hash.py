@@ -41,6 +41,9 @@ HASH_BLOCK_STEP_TOKENS = 8
 # of 2,048 tokens already take 20 ms uncompiled, and an engine either announces smaller blocks too or can be declared.
 MAX_GUESSED_BLOCK_TOKENS = 2048
 
+# How many parts of an unknown extra key a message shows; known forms have two or three.
+MAX_PARTS_SHOWN = 4
+
 # Enough for the default seed and the router's own seeds with each algorithm; every worker's scheme is one of these.
 CACHED_SEEDS = 64
 
@@ -163,7 +166,16 @@ class SchemeUnknown(msgspec.Struct, frozen=True):
     reason: str
 
 
-Verdict = SchemeVerified | SchemeUnexplained | SchemeUnknown
+class KeysUnknown(msgspec.Struct, frozen=True):
+    """The verdict that the event has extra keys of a form that this router does not know, so no hash of it is known.
+
+    The engine is newer than the router, and may hash the keys in another form, too.
+    """
+
+    reason: str
+
+
+Verdict = SchemeVerified | SchemeUnexplained | SchemeUnknown | KeysUnknown
 
 
 def check_token_ids(token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
@@ -318,8 +330,8 @@ def extra_keys_for(space: HashSpace, block_index: int, items: Items = ()) -> Ext
 
 
 def tag_extra_keys(
-    extra_keys: Sequence[object] | None, *, lora_name: str | None, lora_paths: Mapping[str, str]
-) -> ExtraKeys | SchemeUnknown | None:
+    extra_keys: object, *, lora_name: str | None, lora_paths: Mapping[str, str]
+) -> ExtraKeys | SchemeUnknown | KeysUnknown | None:
     """Return the keys that the engine hashed for a block, from the untagged keys of the block's event.
 
     The LoRA comes first, so a cache salt that equals its name is still distinguished. This is the inverse of vLLM
@@ -331,13 +343,22 @@ def tag_extra_keys(
         lora_paths: The path of each LoRA by its name.
 
     Returns:
-        The tagged keys, None if there are none, or `SchemeUnknown` if the keys cannot be tagged.
+        The tagged keys, None if there are none, `KeysUnknown` if a key has an unknown form, or `SchemeUnknown` if the
+        keys cannot be tagged for another reason.
     """
+    if not isinstance(extra_keys, list | tuple | None):
+        return KeysUnknown(f"the extra keys of a block are no list: {_form(extra_keys)}")
     rest = list(extra_keys or ())
     keys: list[tuple[object, ...]] = []
     if lora_name is not None:
-        if not rest or rest.pop(0) != lora_name:
-            return SchemeUnknown(f"the event names the LoRA {lora_name!r} but its extra keys do not start with it")
+        if not rest or rest[0] != lora_name:
+            text = f"the event names the LoRA {lora_name!r} but its extra keys do not start with it"
+            return (
+                KeysUnknown(f"{text}: {_form(rest[0])}")
+                if rest and not isinstance(rest[0], str)
+                else SchemeUnknown(text)
+            )
+        rest.pop(0)
         path = lora_paths.get(lora_name)
         if path is None:
             return SchemeUnknown(f"the path of the LoRA {lora_name!r} is hashed but unknown; declare it in lora_paths")
@@ -353,8 +374,15 @@ def tag_extra_keys(
             case bytes():
                 keys.append(("prompt_embeds", key))
             case _:
-                return SchemeUnknown(f"an extra key has a form that vLLM 0.32 does not send: {type(key).__name__}")
+                return KeysUnknown(f"an extra key has a form that this router does not know: {_form(key)}")
     return tuple(keys) or None
+
+
+def _form(key: object) -> str:
+    """Return the form of an extra key for messages, without its values, which may be secret."""
+    if isinstance(key, list | tuple):
+        return f"[{', '.join(_form(part) for part in key[:MAX_PARTS_SHOWN])}]"
+    return type(key).__name__
 
 
 def plausible_hash_block_sizes(block_size: int) -> list[int]:
@@ -370,7 +398,7 @@ def verify_scheme(
     token_ids: Sequence[int] | NDArray[np.integer],
     block_size: int,
     hash_block_size: int | None,
-    extra_keys_untagged: Sequence[object] | None,
+    extra_keys_untagged: object,
     lora_name: str | None,
     lora_paths: Mapping[str, str],
 ) -> Verdict:
@@ -404,7 +432,7 @@ def verify_scheme(
     if hash_block_size is not None and (hash_block_size < 1 or block_size % hash_block_size):
         return SchemeUnknown(f"a block of {block_size} tokens is not made of hash blocks of {hash_block_size}")
     first = tag_extra_keys(extra_keys_untagged, lora_name=lora_name, lora_paths=lora_paths)
-    if isinstance(first, SchemeUnknown):
+    if isinstance(first, SchemeUnknown | KeysUnknown):
         return first
     is_guessed = hash_block_size is None and block_size <= MAX_GUESSED_BLOCK_TOKENS
     sizes = plausible_hash_block_sizes(block_size) if is_guessed else [hash_block_size or block_size]

@@ -18,6 +18,7 @@ from kvrouter.events.vllm.messages import BlockStored
 from kvrouter.router.base.common.ids import GPU
 from kvrouter.router.model.kvcache.block_hash import (
     HashScheme,
+    KeysUnknown,
     SchemeUnexplained,
     SchemeVerified,
     Verdict,
@@ -63,6 +64,8 @@ class HashIdentity:
         self.scheme = self._candidates[0]
         self.standing = SchemeState.ASSUMED if spec.none_hash is None else SchemeState.DECLARED
         self.hash_block_size: int | None = None
+        # Why the worker's extra keys are not understood, or "" if no key of an unknown form came.
+        self.keys_problem = ""
         self._judgements = 0
 
     @property
@@ -78,6 +81,8 @@ class HashIdentity:
     @property
     def label(self) -> str:
         """The scheme and its certainty, for people."""
+        if not self.explained and self.keys_problem:
+            return f"unknown ({self.keys_problem})"
         if not self.explained:
             return "unknown (explained by none of: " + ", ".join(scheme.label for scheme in self._candidates) + ")"
         return f"{self.scheme.label} ({self.standing.value})"
@@ -95,11 +100,14 @@ class HashIdentity:
         )
         if not dense_root or not self.wants_tokens or tokens is None:
             return False
-        keys: Sequence[object] | None = event.extra_keys[0] if event.extra_keys else None
+        keys: object = event.extra_keys[0] if event.extra_keys else None
         self._judgements += 1
         before = self.standing
         verdict = self._verdict(event, tokens, keys, self._spec.hash_block_size)
-        if self._spec.hash_block_size is not None and not isinstance(verdict, SchemeVerified):
+        if isinstance(verdict, KeysUnknown):
+            # It cost no hashing, and a later block may have no keys, or keys of a known form.
+            self._judgements -= 1
+        elif self._spec.hash_block_size is not None and not isinstance(verdict, SchemeVerified):
             # The stated size may be wrong; then the scheme is not in doubt, and the catalog names both sizes.
             guessed = self._verdict(event, tokens, keys, None)
             verdict = guessed if isinstance(guessed, SchemeVerified) else verdict
@@ -110,7 +118,7 @@ class HashIdentity:
         self,
         event: BlockStored,
         tokens: NDArray[np.int64],
-        keys: Sequence[object] | None,
+        keys: object,
         hash_block_size: int | None,
     ) -> Verdict:
         """Return what the first block of a Stored event shows if a hash block has this size; None tries several."""
@@ -148,9 +156,11 @@ class HashIdentity:
     def _take(self, verdict: Verdict) -> None:
         if isinstance(verdict, SchemeVerified):
             self.scheme, self.hash_block_size = verdict.scheme, verdict.hash_block_size
-            self.standing = SchemeState.VERIFIED
+            self.standing, self.keys_problem = SchemeState.VERIFIED, ""
+        elif isinstance(verdict, KeysUnknown):
+            self.standing, self.keys_problem = SchemeState.UNEXPLAINED, verdict.reason
         elif isinstance(verdict, SchemeUnexplained) and verdict.plain:
-            self.standing = SchemeState.UNEXPLAINED
+            self.standing, self.keys_problem = SchemeState.UNEXPLAINED, ""
 
     def restore(self, scheme: HashScheme, standing: SchemeState, hash_block_size: int | None) -> None:
         """Take over a scheme that an earlier process of the router verified; ignore any other standing."""

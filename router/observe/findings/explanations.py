@@ -233,10 +233,11 @@ EXPLANATIONS: dict[str, Explanation] = {
     "KV301": Explanation(
         "No known hash scheme and seed gives the hashes that the engine announces. vLLM runs with its own "
         "PYTHONHASHSEED, or with another `--prefix-caching-hash-algo`. SGLang has no seed, and both of its schemes "
-        "are tried, so the engine is of another kind or version.",
+        "are tried, so the engine is of another kind or version. Or its events have extra keys (salts, adapters, "
+        "media) of a form that this router does not know; then the evidence shows the form.",
         "For vLLM, state both: `kvrouter serve --none-hash-seed SEED`, or for one worker `none_hash_seed=` and "
         "`hash_algo=` in `--worker`. Or install the engine patch, which declares them. For SGLang, check "
-        "`engine=sglang`, and its version (docs/how-to/sglang.md).",
+        "`engine=sglang`, and its version (docs/how-to/sglang.md). For extra keys, install a newer router.",
     ),
     "KV302": Explanation(
         "The worker holds blocks, and none came that could be compared: the first block of a plain prompt with "
