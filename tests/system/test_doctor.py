@@ -18,6 +18,7 @@ import pytest
 import zmq
 
 from kvrouter.contract.diagnosis import Severity
+from kvrouter.events.vllm.wire import WireCleared
 from kvrouter.router.app.diagnosis.endpoint_probe import GREETING
 from kvrouter.router.app.diagnosis.event_checks import UNHEARD_PROMPTS
 from kvrouter.router.app.diagnosis.prediction_checks import COUNTED_PROMPTS
@@ -279,6 +280,28 @@ def test_kv208_names_events_that_do_not_come_for_another_reason(clinic: Clinic, 
             thread.join()
             for connection in connections:
                 connection.close()
+
+
+def test_kv209_names_an_engine_that_clears_its_cache_all_the_time(clinic: Clinic, engine: FakeEngine) -> None:
+    with clinic.worker(**engine.registration("clearing", "clearing")) as subject:
+        clinic.router.wait_connected("clearing", engine.wait_subscribed)
+        clinic.router.wait_seen("clearing", engine.publish(stored(prompt(1), 0, 4), WireCleared()))
+        assert "KV209" not in clinic.codes(), "one reset is none too many"
+        enough = threading.Event()
+
+        def clear() -> None:
+            while not enough.wait(0.02):
+                engine.publish(WireCleared())
+
+        clearing = threading.Thread(target=clear)
+        clearing.start()
+        try:
+            finding = clinic.find("KV209", subject)
+            reason = clinic.router.worker("clearing")["reason"]
+        finally:
+            enough.set()
+            clearing.join()
+        assert "AllBlocksCleared" in finding.evidence and "AllBlocksCleared" in reason
 
 
 def test_kv301_names_hashes_of_an_unknown_seed(clinic: Clinic, engine: FakeEngine) -> None:

@@ -161,6 +161,7 @@ FAULTS: dict[str, Snapshot] = {
     "KV206": snapshot(endpoints={EVENTS: EndpointAnswer(), REPLAY: REPLIES}),
     "KV207": snapshot(worker(given={"replay": None})),
     "KV208": snapshot(worker(state=StreamState.RESYNCING, reason="batches 3 to 4 are missing")),
+    "KV209": snapshot(worker(clears="its engine announced AllBlocksCleared 50 times a second")),
     "KV301": snapshot(worker(state=StreamState.UNHASHABLE, scheme=SchemeState.UNEXPLAINED)),
     "KV302": snapshot(worker(scheme=SchemeState.ASSUMED)),
     "KV303": snapshot(worker(catalog=catalog(Group(1, "sliding_window", 16)))),

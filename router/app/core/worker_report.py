@@ -38,6 +38,7 @@ def worker_status(stream: WorkerStream, mirror: MirrorSync, unread: str | None, 
         stream.note,
         stream.refused,
         stream.disk_problem,
+        stream.clears_problem,
         cache_problem(stream.cache),
     )
     return WorkerStatus(

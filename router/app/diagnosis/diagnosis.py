@@ -250,6 +250,7 @@ class Diagnosis:
             refuses=refuses,
             disk=stream.disk_problem,
             cpu_tier=stream.cpu_tier_problem,
+            clears=stream.clears_problem,
             refused=self._core.mirror_sync.lost_credit(worker),
             withheld=stream.withheld,
             is_heard=stream.record.shown.seq is not None or profile.contact.last_event_s is not None,

@@ -17,6 +17,7 @@ import msgspec
 
 from kvrouter.contract.worker_status import EngineCache
 from kvrouter.events.vllm.codec import BatchDecoder
+from kvrouter.router.follow.streams.clear_watch import ClearWatch
 from kvrouter.router.follow.streams.engine_lives import EngineLives
 from kvrouter.router.follow.streams.mirror_lead import MirrorLead
 from kvrouter.router.follow.streams.peer_view import PeerView, state_fields
@@ -90,6 +91,7 @@ class WorkerRecord:
         # Ends the credit of a state in doubt.
         self._credit_end: asyncio.TimerHandle | None = None
         self.lives = EngineLives()
+        self.clears = ClearWatch()
         # The time since which nothing (an event, a heartbeat, a snapshot) has confirmed the shown blocks; None while they are
         # confirmed.
         self._doubted_since_s: float | None = None
@@ -190,7 +192,9 @@ class WorkerRecord:
 
     def refresh(self) -> None:
         """Bring the mirror and the view up to date with all knowledge, in one step of the event loop."""
-        if (incidents := self.incidents) != self.events.incidents:
+        if (incidents := self.incidents) != (before := self.events.incidents):
+            if before is not None and incidents.clears > before.clears:
+                self.clears.grew(incidents.clears, self._services.clock())
             self.events.happened(incidents, self._word().reason)
         self._draw()
         word, old = self._word(), self.view

@@ -153,6 +153,11 @@ class WorkerStream:
         return self.record.facts.offload.cpu_tier_problem(self._services.clock())
 
     @property
+    def clears_problem(self) -> str:
+        """How often the engine clears its cache if that is too often, or ""."""
+        return self.record.clears.problem(self._services.clock())
+
+    @property
     def withheld(self) -> str:
         """Why the worker's blocks beside the GPU earn less than they could, or "" if they do not."""
         is_elsewhere = self.record.is_elsewhere

@@ -230,6 +230,13 @@ EXPLANATIONS: dict[str, Explanation] = {
         "Run the doctor again after some seconds. If the finding stays, check that the router can reach the "
         "endpoint: firewall, network policy, published ports.",
     ),
+    "KV209": Explanation(
+        "The engine announces AllBlocksCleared several times a second. Each time the router drops all that the worker "
+        "holds, so predictions stay near 0. If the engine does reset its cache so often, it reuses nothing; if it does "
+        "not, its events are broken.",
+        "Look at the engine's log for resets of the prefix cache, and stop their cause. If there are none, install "
+        "another version of the engine.",
+    ),
     "KV301": Explanation(
         "No known hash scheme and seed gives the hashes that the engine announces. vLLM runs with its own "
         "PYTHONHASHSEED, or with another `--prefix-caching-hash-algo`. SGLang has no seed, and both of its schemes "

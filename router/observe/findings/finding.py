@@ -55,6 +55,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "KV206": (ERROR, "something else listens at an endpoint"),
     "KV207": (WARNING, "the worker has no replay endpoint"),
     "KV208": (ERROR, "the worker's events are not followed"),
+    "KV209": (ERROR, "the engine clears its cache all the time"),
     "KV301": (ERROR, "the engine's block hashes are not understood"),
     "KV302": (WARNING, "the hash scheme is not verified"),
     "KV303": (ERROR, "the catalog of cache groups is incomplete or wrong"),
@@ -104,6 +105,8 @@ FIXES = {
     "KV108": "kvrouter serve --max-workers N, with more than now, or register fewer; if its registration cannot be read,"
     " register it again",
     "KV109": "kvrouter serve --worker-api-key KEY, or correct its key in --worker-api-keys-file (all routers)",
+    "KV209": "find who resets the cache (POST /reset_prefix_cache, sleep, updates of weights: the engine's log), or update "
+    "the engine, whose events are broken if nobody does",
     "KV302": "send it one prompt of plain text that it does not have yet; if that changes nothing, state none_hash_seed "
     "and hash_algo, or install the engine patch",
     "KV303": 'register the worker with its catalog: {"catalog": {"groups": [{"kind": ..., "block_size": ...}]}} '
