@@ -80,7 +80,7 @@ def _of_stream(worker: WorkerFacts, *, explained: bool) -> Iterator[Finding]:
             f"{flags.serve} {flags.prefix_cache} {flags.events}; and register the endpoint that this engine publishes on",
         )
     if worker.clears:
-        yield found("KV209", worker.name, worker.clears)
+        yield found("KV209", worker.subject, worker.clears)
     if registration.events is not None and registration.replay is None and not worker.is_patched and not explained:
         yield found(
             "KV207",
