@@ -23,7 +23,7 @@ import uvloop
 from kvrouter.router.route.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
 from kvrouter.router.route.tokens.local.local_tokenizer import LocalTokenizer
 from kvrouter.router.route.tokens.prompt_tokens import Prompt
-from kvrouter.router.route.tokens.token_request import TokenRequest, read
+from kvrouter.router.route.tokens.token_request import ListRequest, TokenRequest, read
 
 CHUNKS = 32
 # The time of a fast decode step, which is longer than any proxy takes for a chunk.
@@ -102,7 +102,7 @@ class Stub(asyncio.Protocol):
         raw = bytes(self._body)
         path = CHAT_PATH if b'"messages"' in raw else TEXT_PATH
         prompt = read(path, read_client_body(path, raw))
-        assert not isinstance(prompt, Prompt)
+        assert not isinstance(prompt, Prompt | ListRequest)
         if not isinstance(prompt, TokenRequest):
             return [int(token) for token in prompt]
         return [int(token) for token in self._tokenizer.ids(prompt, self._tokenizer.likely_quirks()[0])]

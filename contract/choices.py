@@ -42,7 +42,16 @@ class SelectBody(PromptBody, kw_only=True):
         fields.NumTokens | None,
         Meta(description="length of a prompt given by hashes, in tokens; by default one more than the hashes cover"),
     ] = None
-    prompt: Annotated[str | Sequence[Any] | None, Meta(description="a prompt, as in OpenAI's completions")] = None
+    prompt: Annotated[
+        str | Sequence[Any] | None,
+        Meta(
+            description="a prompt, as in OpenAI's completions: a text, token ids, or a list of either, whose prompts are "
+            "placed together"
+        ),
+    ] = None
+    n: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="answers to each prompt, for the load; 1 if absent")
+    ] = None
     messages: Annotated[Sequence[dict[str, Any]] | None, Meta(description="a chat, as in OpenAI's API")] = None
     session_id: Annotated[
         str | None, Meta(description="the session; its last worker is preferred among nearly equal ones")
@@ -149,6 +158,11 @@ class PrefillReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ] = None
 
 
+def one() -> int:
+    """Return the number that older routers, which do not state it, mean."""
+    return 1
+
+
 class SelectReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The chosen worker."""
 
@@ -172,7 +186,10 @@ class SelectReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     tokens: Annotated[TokensReply | None, Meta(description="for texts: where their tokens come from")] = None
     model_name: Annotated[str, Meta(description="the same as model; Dynamo's clients read it")]
     routing_group: fields.RoutingGroup
-    isl_tokens: Annotated[int, Meta(description="length of the prompt in tokens")]
+    isl_tokens: Annotated[int, Meta(description="length of the prompt in tokens; of a list, of all prompts")]
+    num_prompts: Annotated[
+        int, Meta(description="prompts in the body, which are placed together; overlap is the sum of their hits")
+    ] = msgspec.field(default_factory=one)
     block_size: Annotated[int, Meta(description="tokens in a block")]
     potential_decode_blocks: Annotated[
         int, Meta(description="blocks of context that are decoded there, with this prompt")

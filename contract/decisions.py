@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from kvrouter.contract import fields
-from kvrouter.contract.choices import CandidateReply
+from kvrouter.contract.choices import CandidateReply, one
 from kvrouter.contract.hits import Overlap
 
 
@@ -19,7 +19,8 @@ class Proof(StrEnum):
 
     # The worker's events, with nothing in doubt, and the prompt's tokens.
     EXACT = "exact"
-    # The last known residency of a worker in doubt, or of a prompt of which only the beginning is known.
+    # The last known residency of a worker in doubt, or of a prompt of which only the beginning is known, or a list of
+    # which not all prompts are known.
     ASSUMED = "assumed"
     # The prompts that were sent there before.
     APPROXIMATE = "approximate"
@@ -45,12 +46,18 @@ class Outcome(msgspec.Struct, frozen=True, gc=False):
         str, Meta(description="as kvrouter_proxy_requests_total names it, or the kind of failure of an attempt")
     ]
     predicted_tokens: Annotated[
-        int | None, Meta(description="tokens that were predicted to be reused; null: reuse cannot be predicted")
+        int | None,
+        Meta(
+            description="tokens that were predicted to be reused; null: reuse cannot be predicted, or cannot be compared "
+            "with what the engine reports. Of a list of prompts: what the engine reports, with vLLM the last prompt's"
+        ),
     ]
     delivered_tokens: Annotated[
         int | None, Meta(description="tokens that the engine reported as reused; null: it did not report them")
     ]
-    prompt_tokens: Annotated[int | None, Meta(description="tokens of the prompt, as the engine reports them")]
+    prompt_tokens: Annotated[
+        int | None, Meta(description="tokens of the prompt, or of all prompts of a list, as the engine reports them")
+    ]
     completion_tokens: Annotated[int | None, Meta(description="tokens that were generated")]
     ttft_s: Annotated[float | None, Meta(description="seconds from the whole request to the first token of a stream")]
     e2e_s: Annotated[float, Meta(description="seconds from the whole request to the end of its answer")]
@@ -82,7 +89,12 @@ class DecisionReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     worker_id: fields.WorkerId
     dp_rank: fields.DpRank
     endpoint: fields.Endpoint
-    num_tokens: Annotated[int, Meta(description="length of the prompt in tokens")]
+    num_tokens: Annotated[int, Meta(description="length of the prompt in tokens; of a list, of all prompts")]
+    # With `default=1` they would be left out of the usual reply.
+    num_prompts: Annotated[
+        int, Meta(description="prompts in the request, which are placed together; overlap is the sum of their hits")
+    ] = msgspec.field(default_factory=one)
+    answers: Annotated[int, Meta(description="answers to each prompt (`n`)")] = msgspec.field(default_factory=one)
     overlap: Annotated[Overlap, Meta(description="what the worker would reuse of the prompt")]
     expected_tokens: Annotated[
         int, Meta(description="tokens expected to be reused after the prompts ahead; at least the hit")
@@ -93,7 +105,8 @@ class DecisionReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         Proof,
         Meta(
             description="what the predicted hit rests on: exact (events without a doubt, and all tokens of the prompt), "
-            "assumed (a worker in doubt, or the beginning of the prompt), approximate (what was sent there before), "
+            "assumed (a worker in doubt, the beginning of a prompt, or some prompts of a list), approximate (what was "
+            "sent there before), "
             "unknown (no tokens)"
         ),
     ]

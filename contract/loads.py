@@ -27,7 +27,10 @@ class WorkerLoadReply(msgspec.Struct, frozen=True):
     dp_rank: fields.DpRank
     potential_prefill_tokens: Annotated[int, Meta(description="prefill tokens that are queued there")]
     potential_decode_blocks: Annotated[int, Meta(description="blocks of context that are decoded there")]
-    active_requests: Annotated[int, Meta(description="requests in flight")]
+    active_requests: Annotated[
+        int,
+        Meta(description="requests in flight, as engines count them: one for each prompt of a list and each answer"),
+    ]
     decode_tokens: Annotated[int, Meta(description="context tokens that are being decoded")]
     saturated: Annotated[bool, Meta(description="whether it takes no more prompts")]
     engine: Annotated[EngineReply | None, Meta(description="what the engine last reported; null: nothing")]

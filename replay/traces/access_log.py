@@ -2,7 +2,7 @@
 """The access log of this router (`--access-log on --log-format json`): its lines among those of the whole log.
 
 The trace is exact: lengths and shared prefixes are those of the requests. A line is left out if the router did not know
-its prompt's tokens, or refused its request.
+its prompt's tokens, or refused its request. The line of a list of prompts becomes a request for each prompt.
 """
 
 from __future__ import annotations
@@ -36,10 +36,26 @@ def read_access_log(path: Path, lines: Iterator[Line], options: ReadOptions) -> 
         fields = json_object(path, line)
         if not is_access_line(fields):
             continue
-        if not fields.get("pieces"):
-            options.note("requests whose prompt's tokens the router did not know are left out")
-            continue
-        yield _request(path, line[0], fields, options)
+        for prompt in _prompts(path, line[0], fields, options):
+            if prompt["pieces"]:
+                yield _request(path, line[0], prompt, options)
+            else:
+                options.note("requests whose prompt's tokens the router did not know are left out")
+
+
+def _prompts(path: Path, number: int, fields: dict[str, Any], options: ReadOptions) -> list[dict[str, Any]]:
+    """Return the line as lines of one prompt each; a list's prompts that the router did not look up are left out."""
+    if "prompts" not in fields:
+        return [fields | {"pieces": fields.get("pieces") or []}]
+    prompts, count = fields["prompts"], whole_number(path, number, fields, "num_prompts", least=2)
+    if not isinstance(prompts, list) or not all(isinstance(prompt, list) and len(prompt) == 2 for prompt in prompts):
+        raise TraceError(at(path, number, f"prompts is {shown(prompts)}, not a list of lengths and pieces"))
+    if len(prompts) < count:
+        options.note("prompts of long lists that the router did not look up are left out")
+    if fields.get("completion_tokens") is not None:
+        generated = whole_number(path, number, fields, "completion_tokens", least=0)
+        fields = fields | {"completion_tokens": -(-generated // count)}
+    return [fields | {"num_tokens": num_tokens, "pieces": pieces} for num_tokens, pieces in prompts]
 
 
 def _request(path: Path, number: int, fields: dict[str, Any], options: ReadOptions) -> Request:

@@ -16,7 +16,7 @@ from kvrouter.router.base.common.errors import BadQuestion, SettingError
 from kvrouter.router.base.common.extras import install_command
 from kvrouter.router.route.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
 from kvrouter.router.route.tokens.prompt_tokens import Prompt, TokensUnknown
-from kvrouter.router.route.tokens.token_request import TokenRequest, read
+from kvrouter.router.route.tokens.token_request import ListRequest, TokenRequest, read
 
 PATHS = {"chat": CHAT_PATH, "text": TEXT_PATH}
 
@@ -39,7 +39,8 @@ def tokenizer_of(folder: Path) -> Tokenize:
             request = read(path, read_client_body(path, msgspec.json.encode(body)))
             if isinstance(request, TokenRequest):
                 return tokenizer.ids(request, quirks)
-            assert not isinstance(request, Prompt), "only the engines' own paths for token ids have further facts"
+            # Each prompt of a list is a body of its own here, and only the engines' own paths have further facts.
+            assert not isinstance(request, Prompt | ListRequest)
             return request
         except TokensUnknown as error:
             raise ValueError(error.problem) from None

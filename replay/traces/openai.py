@@ -7,6 +7,9 @@ also `token_ids` of vLLM's /inference/v1/generate, and `input_ids` or `text` of 
 milliseconds or nanoseconds, or ISO 8601) and, if they are known, `usage` or `meta_info` (also under `response`) and
 `session_id`. Without a `session_id`, also in the body, the body's `user` names the session.
 
+A line with a list of prompts becomes a request for each of them, all at the same time and each placed on its own; the
+router places them together. The generated tokens of `usage` are divided among them.
+
 Token ids are exact. Text goes through the given tokenizer with its chat template, as this router's own tokenizer reads
 it (docs/explanation/tokens.md). Without a tokenizer, a chat is written out as roles and texts and counted as
 `bytes_per_token` bytes a token: shared prefixes are right to the piece, and the number of tokens is an estimate. If
@@ -45,8 +48,8 @@ def read_openai(path: Path, lines: Iterator[Line], options: ReadOptions) -> Iter
             raise TraceError(at(path, number, f"body is {shown(body)}, not a JSON object"))
         time_s = _time_s(path, number, fields, body)
         usage = _usage(fields)
-        output = _output_tokens(path, number, body, usage, options)
         prompts = _prompts(path, number, body)
+        output = _output_tokens(path, number, body, usage, len(prompts), options)
         session = _session(path, number, fields, body)
         for prompt in prompts:
             request, size = _request(path, number, body, prompt, time_s, output, options)
@@ -163,15 +166,18 @@ def _usage(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _output_tokens(
-    path: Path, number: int, body: Mapping[str, Any], usage: Mapping[str, Any], options: ReadOptions
+    path: Path, number: int, body: Mapping[str, Any], usage: Mapping[str, Any], prompts: int, options: ReadOptions
 ) -> int:
+    """Return the tokens that are generated for one of a line's prompts: those of all answers to it."""
     if usage.get("completion_tokens") is not None:
-        return whole_number(path, number, usage, "completion_tokens", least=0)
+        # The sum over all prompts and answers.
+        return -(-whole_number(path, number, usage, "completion_tokens", least=0) // prompts)
+    answers = 1 if body.get("n") is None else whole_number(path, number, body, "n", least=1)
     params = body.get("sampling_params")
     for place in (body, params if isinstance(params, dict) else {}):
         for name in ("max_completion_tokens", "max_tokens", "max_new_tokens"):
             if place.get(name) is not None:
                 options.note("answers without usage are taken to be as long as their max_tokens")
-                return whole_number(path, number, place, name, least=0)
+                return answers * whole_number(path, number, place, name, least=0)
     options.note(f"answers of unknown length are taken to have {options.output_tokens} tokens (--output-tokens)")
-    return options.output_tokens
+    return answers * options.output_tokens

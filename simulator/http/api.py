@@ -7,6 +7,7 @@ request that the simulator cannot serve is refused with vLLM's error shape.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from kvrouter.simulator.http.bodies import (
     DetokenizeBody,
     GenerationBody,
     TokenizeBody,
-    prompt_of,
+    prompts_of,
 )
 from kvrouter.simulator.http.engine_flags import EngineFlags
 from kvrouter.simulator.http.event_stream import EventStream
@@ -59,6 +60,15 @@ class EngineLife:
         self.engine = engine
         self.stream = stream
         self.started_s = started_s
+
+
+class Run:
+    """One answer that is being generated, with its tokens so far."""
+
+    def __init__(self, job: Job, tokens: AsyncIterator[int]) -> None:
+        self.job = job
+        self.tokens = tokens
+        self.sampled: list[int] = []
 
 
 class Api:
@@ -165,10 +175,10 @@ class Api:
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await self.read(request, CompletionBody)
         try:
-            prompt = prompt_of(body)
+            prompts = prompts_of(body)
         except ValueError as problem:
             raise Refused(400, str(problem)) from None
-        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         answer = self._answer(request, body, chat=False)
         return await self._generate(request, body, ids, body.max_tokens or DEFAULT_MAX_TOKENS, "length", answer)
 
@@ -178,25 +188,25 @@ class Api:
         max_tokens = body.max_completion_tokens or body.max_tokens
         finish: Finish = "length" if max_tokens else "stop"
         answer = self._answer(request, body, chat=True)
-        return await self._generate(request, body, ids, max_tokens or DEFAULT_ANSWER_TOKENS, finish, answer)
+        return await self._generate(request, body, [ids], max_tokens or DEFAULT_ANSWER_TOKENS, finish, answer)
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
         body = await self.read(request, MessagesBody)
         answer = MessageAnswer(request_id=self.request_id(request), model=self.model)
-        return await self._generate(request, body, _message_ids(body), body.max_tokens, "length", answer)
+        return await self._generate(request, body, [_message_ids(body)], body.max_tokens, "length", answer)
 
     async def _generate_tokens(self, request: web.Request) -> web.StreamResponse:
         body = await self.read(request, GenerateBody)
         answer = TokensAnswer(request_id=self.request_id(request), model=self.model, created=int(self.clock()))
         # vLLM lets an answer without a limit fill the context.
         max_tokens = body.sampling_params.max_tokens or DEFAULT_ANSWER_TOKENS
-        return await self._generate(request, body, body.token_ids, max_tokens, "length", answer)
+        return await self._generate(request, body, [body.token_ids], max_tokens, "length", answer)
 
     async def _generate_sglang(self, request: web.Request) -> web.StreamResponse:
         body = await self.read(request, SGLangBody)
         max_tokens = (body.sampling_params and body.sampling_params.max_new_tokens) or DEFAULT_ANSWER_TOKENS
         answer = SGLangAnswer(request_id=self.request_id(request))
-        return await self._generate(request, body, body.ids, max_tokens, "length", answer)
+        return await self._generate(request, body, [body.ids], max_tokens, "length", answer)
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         count = len(_message_ids(await self.read(request, CountBody)))
@@ -238,60 +248,81 @@ class Api:
         self,
         request: web.Request,
         body: GenerationBody | SGLangBody,
-        ids: Sequence[int],
+        prompts: Sequence[Sequence[int]],
         max_tokens: int,
         finish: Finish,
         answer: AnyAnswer,
     ) -> web.StreamResponse:
+        """Answer each prompt as often as `n` says. All answers are generated at the same time, as in vLLM."""
         self.fail_once()
         engine = self.life.engine
         limit = engine.replica.max_text_tokens
         if max_tokens > limit:
             raise Refused(400, f"max_tokens={max_tokens} cannot be greater than max_model_len={limit}")
-        if len(ids) < limit:
-            # Like vLLM, shorten the answer to the context instead of refusing the request.
-            max_tokens = min(max_tokens, limit - len(ids))
-        text = engine.replica.text(ids, body.cache_salt)
+        runs: list[Run] = []
         with self.failures(request):
-            async with engine.generate(text, max_tokens, handover.part(body.kv_transfer_params)) as (job, tokens):
+            async with contextlib.AsyncExitStack() as stack:
+                for ids in prompts:
+                    # Like vLLM, shorten the answer to the context instead of refusing the request.
+                    most_tokens = min(max_tokens, limit - len(ids)) if len(ids) < limit else max_tokens
+                    for _ in range(body.n or 1):
+                        text = engine.replica.text(ids, body.cache_salt)
+                        running = engine.generate(text, most_tokens, handover.part(body.kv_transfer_params))
+                        runs.append(Run(*await stack.enter_async_context(running)))
                 if body.stream:
-                    return await self._stream(request, body, answer, job, tokens, finish)
-                sampled = [token async for token in tokens]
-                counted = self._usage(job, len(sampled), body)
+                    return await self._stream(request, body, answer, runs, finish)
+                for run in runs:
+                    run.sampled = [token async for token in run.tokens]
+                # The last prompt's, as in vLLM.
+                counted = self._usage(runs, runs[-1].job, body)
                 left = handover.given(
-                    job, engine_id=f"{self._host}:{self._port}", request_id=answer.id, host=self._host, port=self._port
+                    runs[0].job,
+                    engine_id=f"{self._host}:{self._port}",
+                    request_id=answer.id,
+                    host=self._host,
+                    port=self._port,
                 )
-                return web.Response(body=answer.whole(sampled, finish, counted, left), content_type="application/json")
+                return web.Response(
+                    body=answer.whole([run.sampled for run in runs], finish, counted, left),
+                    content_type="application/json",
+                )
 
-    def _usage(self, job: Job, completion_tokens: int, body: GenerationBody | SGLangBody) -> dict[str, Any]:
+    def _usage(self, runs: Sequence[Run], cached_job: Job, body: GenerationBody | SGLangBody) -> dict[str, Any]:
+        """Return the usage of a request, with the cached tokens of one job."""
         is_told = self._flags.prompt_tokens_details
-        cached = handover.cached_tokens(job, body.kv_transfer_params) if is_told else None
-        return usage(job.prompt_tokens, completion_tokens, cached)
+        cached = handover.cached_tokens(cached_job, body.kv_transfer_params) if is_told else None
+        prompt_tokens = sum(run.job.prompt_tokens for run in runs[:: body.n or 1])
+        return usage(prompt_tokens, sum(len(run.sampled) for run in runs), cached)
 
     async def _stream(
         self,
         request: web.Request,
         body: GenerationBody | SGLangBody,
         answer: AnyAnswer,
-        job: Job,
-        tokens: AsyncIterator[int],
+        runs: list[Run],
         finish: Finish,
     ) -> web.StreamResponse:
         options = body.stream_options
+        continuous = options is not None and options.continuous_usage_stats
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
-        number = 0
-        async for token in tokens:
-            number += 1
-            counted = self._usage(job, number, body)
-            if number == 1:
+        first: Run | None = None
+        async for index, token in _merged(runs):
+            run = runs[index]
+            run.sampled.append(token)
+            if first is None:
+                first = run
                 # Not before: until the first token, an error can still be an error status.
                 await response.prepare(request)
-                opening = answer.opening(counted)
+                opening = answer.opening(self._usage(runs, first.job, body))
                 if opening is not None:
                     await response.write(opening)
-            running = counted if options is not None and options.continuous_usage_stats else None
-            await response.write(answer.piece(token, finish if number == job.max_tokens else None, running))
+            running = self._usage([run], run.job, body) if continuous else None
+            ends = finish if len(run.sampled) == run.job.max_tokens else None
+            await response.write(answer.piece(token, ends, running, index))
+        assert first is not None
         with_usage = options is not None and bool(options.include_usage)
+        # Those of the prompt whose first token came first, as in vLLM.
+        counted = self._usage(runs, first.job, body)
         await response.write(answer.closing(finish, counted, with_usage=with_usage))
         await response.write_eof()
         return response
@@ -380,6 +411,29 @@ class Api:
             self._api_keys = faults.api_keys
         if faults.restart:
             await self._restart(faults.down_s or 0.0)
+
+
+async def _merged(runs: Sequence[Run]) -> AsyncIterator[tuple[int, int]]:
+    """Yield each token of all runs as it comes, with the place of its run."""
+    if len(runs) == 1:
+        async for token in runs[0].tokens:
+            yield 0, token
+        return
+    awaited = {asyncio.ensure_future(anext(run.tokens)): index for index, run in enumerate(runs)}
+    try:
+        while awaited:
+            done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            # In the order of the runs, because `done` is a set.
+            for future in sorted(done, key=awaited.__getitem__):
+                index = awaited.pop(future)
+                with contextlib.suppress(StopAsyncIteration):
+                    token = await future
+                    awaited[asyncio.ensure_future(anext(runs[index].tokens))] = index
+                    yield index, token
+    finally:
+        for future in awaited:
+            future.cancel()
+        await asyncio.gather(*awaited, return_exceptions=True)
 
 
 def _chat_ids(messages: Any, tools: Any, add_generation_prompt: bool, continue_final_message: bool) -> list[int]:

@@ -15,7 +15,8 @@ import msgspec
 # vocabulary.
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
-OnlyOne = Annotated[int, msgspec.Meta(ge=1, le=1)]
+# vLLM 0.33.0 (VLLM_MAX_N_SEQUENCES).
+Answers = Annotated[int, msgspec.Meta(ge=1, le=16_384)]
 NotEmpty = Annotated[str, msgspec.Meta(min_length=1)]
 # vLLM 0.32.0 entrypoints/generate/base/protocol.py (validate_cache_salt).
 Salt = Annotated[str, msgspec.Meta(pattern=r"\A[^@/\\\x00]{1,128}\Z")]
@@ -52,7 +53,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     max_tokens: AtLeastOne | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: OnlyOne | None = 1
+    n: Answers | None = 1
     cache_salt: Salt | None = None
     return_token_ids: bool | None = False
     kv_transfer_params: dict[str, Any] | None = None
@@ -91,7 +92,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
 
 
 class CompletionBody(GenerationBody, kw_only=True):
-    """Body of /v1/completions. It has one prompt: a text, token ids, or a list that holds one of either."""
+    """Body of /v1/completions. Its prompt is a text, token ids, or a list of either."""
 
     prompt: str | list[TokenId | str | list[TokenId]]
     logprobs: Logprobs | None = None
@@ -164,19 +165,19 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
-def prompt_of(body: CompletionBody) -> str | list[int]:
-    """Return the one prompt of a completion request. Raises ValueError if there are several or they are mixed."""
+def prompts_of(body: CompletionBody) -> list[str | list[int]]:
+    """Return the prompts of a completion request. Raises ValueError if there are none or they are mixed."""
     prompt = body.prompt
     if isinstance(prompt, str):
-        return prompt
-    if len(prompt) == 1 and isinstance(prompt[0], str):
-        return prompt[0]
-    if len(prompt) == 1 and isinstance(prompt[0], list):
-        return prompt[0]
+        return [prompt]
+    texts = [item for item in prompt if isinstance(item, str)]
+    of_ids = [item for item in prompt if isinstance(item, list)]
     ids = [item for item in prompt if isinstance(item, int)]
-    if len(ids) != len(prompt):
-        raise ValueError("this replica takes one prompt a request; send a text, or one list of token ids")
-    return ids
+    if len(prompt) not in (len(texts), len(of_ids), len(ids)):
+        raise ValueError("the prompts of a list must be of one kind: texts, or lists of token ids")
+    if not prompt:
+        raise ValueError("Either prompt or prompt_embeds must be provided and non-empty.")
+    return [*texts, *of_ids] if texts or of_ids else [ids]
 
 
 def check_chat(

@@ -49,6 +49,8 @@ class SGLangBody(msgspec.Struct, kw_only=True):
     cache_salt: Salt | None = None
     model: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    # The number of answers, which SGLang has in `sampling_params`.
+    n: OnlyOne = 1
     # Each event of SGLang's streams has the usage.
     stream_options: StreamOptions | None = msgspec.field(
         default_factory=lambda: StreamOptions(include_usage=False, continuous_usage_stats=True)
@@ -73,13 +75,13 @@ class TokensAnswer:
         self._model = model
         self._created = created
 
-    def whole(self, tokens: Sequence[int], finish: Finish, usage: dict[str, Any], left: Any) -> bytes:
+    def whole(self, answers: Sequence[Sequence[int]], finish: Finish, usage: dict[str, Any], left: Any) -> bytes:
         """Return the whole answer."""
         body = {
             "request_id": self.id,
             "created": self._created,
             "model": self._model,
-            "choices": [self._choice(tokens, finish)],
+            "choices": [self._choice(tokens, finish, index) for index, tokens in enumerate(answers)],
             "usage": usage,
             "prompt_logprobs": None,
             "kv_transfer_params": left,
@@ -90,16 +92,16 @@ class TokensAnswer:
         """Return None: nothing comes before the first token."""
         return None
 
-    def piece(self, token: int, finish: Finish | None, usage: dict[str, Any] | None) -> bytes:
-        """Return the event of one token."""
-        return self._event([self._choice([token], finish)], usage)
+    def piece(self, token: int, finish: Finish | None, usage: dict[str, Any] | None, index: int) -> bytes:
+        """Return the event of one token of the answer with this index."""
+        return self._event([self._choice([token], finish, index)], usage)
 
     def closing(self, finish: Finish, usage: dict[str, Any], *, with_usage: bool) -> bytes:
         """Return the events after the last token."""
         return (self._event([], usage) if with_usage else b"") + DONE
 
-    def _choice(self, tokens: Sequence[int], finish: Finish | None) -> dict[str, Any]:
-        return {"index": 0, "logprobs": None, "finish_reason": finish, "token_ids": list(tokens)}
+    def _choice(self, tokens: Sequence[int], finish: Finish | None, index: int) -> dict[str, Any]:
+        return {"index": index, "logprobs": None, "finish_reason": finish, "token_ids": list(tokens)}
 
     def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> bytes:
         return b"data: " + msgspec.json.encode({"request_id": self.id, "choices": choices, "usage": usage}) + b"\n\n"
@@ -112,16 +114,17 @@ class SGLangAnswer:
         self.id = request_id
         self._tokens: list[int] = []
 
-    def whole(self, tokens: Sequence[int], finish: Finish, usage: dict[str, Any], left: Any) -> bytes:
-        """Return the whole answer."""
+    def whole(self, answers: Sequence[Sequence[int]], finish: Finish, usage: dict[str, Any], left: Any) -> bytes:
+        """Return the whole answer; there is only one."""
+        (tokens,) = answers
         return msgspec.json.encode(self._reply(tokens, finish, usage))
 
     def opening(self, usage: dict[str, Any]) -> bytes | None:
         """Return None: nothing comes before the first token."""
         return None
 
-    def piece(self, token: int, finish: Finish | None, usage: dict[str, Any] | None) -> bytes:
-        """Return the event of one token."""
+    def piece(self, token: int, finish: Finish | None, usage: dict[str, Any] | None, index: int) -> bytes:
+        """Return the event of one token of the only answer, whose index is 0."""
         self._tokens.append(token)
         return b"data: " + msgspec.json.encode(self._reply(self._tokens, finish, usage or {})) + b"\n\n"
 

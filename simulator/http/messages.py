@@ -109,7 +109,7 @@ class MessageAnswer:
         began = _event("message_start", message={**message, "usage": _usage({**usage, "completion_tokens": 0})})
         return began + _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
 
-    def piece(self, token: int, finish: Finish | None, usage: dict[str, Any] | None) -> bytes:
+    def piece(self, token: int, finish: Finish | None, usage: dict[str, Any] | None, index: int) -> bytes:
         """Return one token's event."""
         delta = {"type": "text_delta", "text": tokenizer.decode((token,))}
         return _event("content_block_delta", index=0, delta=delta)
@@ -121,10 +121,10 @@ class MessageAnswer:
         return ended + _event("message_stop")
 
     def whole(
-        self, tokens: Sequence[int], finish: Finish, usage: dict[str, Any], transfer: dict[str, Any] | None
+        self, answers: Sequence[Sequence[int]], finish: Finish, usage: dict[str, Any], transfer: dict[str, Any] | None
     ) -> bytes:
-        """Return the answer as one body."""
-        content = [{"type": "text", "text": tokenizer.decode(tokens)}]
+        """Return the only answer as one body."""
+        content = [{"type": "text", "text": tokenizer.decode(answers[0])}]
         body = {**self._head(), "content": content, "stop_reason": _reason(finish), "usage": _usage(usage)}
         return msgspec.json.encode(body if transfer is None else {**body, "kv_transfer_params": transfer})
 

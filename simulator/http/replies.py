@@ -35,10 +35,10 @@ class Answer:
         choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return self._event({"choices": [choice]})
 
-    def piece(self, token: int, finish: Finish | None, usage: dict[str, Any] | None) -> bytes:
-        """Return one token's chunk."""
+    def piece(self, token: int, finish: Finish | None, usage: dict[str, Any] | None, index: int) -> bytes:
+        """Return the chunk of one token of the answer with this index."""
         text = tokenizer.decode((token,))
-        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish, "stop_reason": None}
+        choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": finish, "stop_reason": None}
         if self._chat:
             choice["delta"] = {"content": text}
         else:
@@ -52,19 +52,23 @@ class Answer:
         return self._event({"choices": [], "usage": usage}) + DONE if with_usage else DONE
 
     def whole(
-        self, tokens: Sequence[int], finish: Finish, usage: dict[str, Any], transfer: dict[str, Any] | None
+        self, answers: Sequence[Sequence[int]], finish: Finish, usage: dict[str, Any], transfer: dict[str, Any] | None
     ) -> bytes:
-        """Return the answer as one body."""
+        """Return all answers to the request as one body."""
+        choices = [self._choice(index, tokens, finish) for index, tokens in enumerate(answers)]
+        body = {"object": self._whole, **self._head, "choices": choices, "usage": usage}
+        return msgspec.json.encode(body if transfer is None else {**body, "kv_transfer_params": transfer})
+
+    def _choice(self, index: int, tokens: Sequence[int], finish: Finish) -> dict[str, Any]:
         text = tokenizer.decode(tokens)
-        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish, "stop_reason": None}
+        choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": finish, "stop_reason": None}
         if self._chat:
             choice["message"] = {"role": "assistant", "content": text, "tool_calls": []}
         else:
             choice["text"] = text
         if self._with_token_ids:
             choice["token_ids"] = list(tokens)
-        body = {"object": self._whole, **self._head, "choices": [choice], "usage": usage}
-        return msgspec.json.encode(body if transfer is None else {**body, "kv_transfer_params": transfer})
+        return choice
 
     def _event(self, body: dict[str, Any]) -> bytes:
         return b"data: " + msgspec.json.encode({"object": self._piece, **self._head, **body}) + b"\n\n"

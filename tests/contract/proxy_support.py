@@ -92,6 +92,7 @@ class Placed:
             hit=hit, best_hit_tokens=hit.tokens, prefill_tokens=num_tokens - hit.tokens, reason="first fit", lost=""
         )
         self.num_tokens = num_tokens
+        self.sequences = 1
         self.names: list[int] = []
         self.is_watched = False
         self.placed_s = time.monotonic()

@@ -228,6 +228,7 @@ def test_select_has_the_shape_of_the_contract(core: TinyCore, app: HttpApi) -> N
         "reason": "reuses 192 of 200 tokens (64 on the GPU, 64 more from the CPU tier, 64 more from storage)",
         "model_name": "m",
         "isl_tokens": 200,
+        "num_prompts": 1,
         "block_size": 16,
         "routing_group": "default",
         # 200 tokens of the prompt.

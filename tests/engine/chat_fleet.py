@@ -72,16 +72,17 @@ def ask(fleet: Fleet, **body: Any) -> Any:
 
 
 @contextmanager
-def chat_fleet(folder: Path, model: Path, arguments: Sequence[str] = ()) -> Iterator[Fleet]:
-    """Yield two servers of this model behind a router that already knows the tokens of chats.
+def chat_fleet(folder: Path, model: Path, arguments: Sequence[str] = (), servers: int = 2) -> Iterator[Fleet]:
+    """Yield servers of this model behind a router that already knows the tokens of chats.
 
     Args:
         folder: Where the servers and the router write their files.
         model: The folder of the servers' model.
         arguments: Further flags of `vllm serve`.
+        servers: The number of servers.
     """
     with ExitStack() as stack:
-        engines = {f"w{n}": stack.enter_context(ChatServer(folder, model, arguments)) for n in range(2)}
+        engines = {f"w{n}": stack.enter_context(ChatServer(folder, model, arguments)) for n in range(servers)}
         flags = ["--tokenize-timeout-s", str(TOKENIZE_TIMEOUT_S)]
         for name, engine in engines.items():
             flags += ["--worker", engine.spec(name)]

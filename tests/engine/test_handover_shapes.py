@@ -91,7 +91,6 @@ def test_vllm_keeps_what_the_first_request_asks_for_and_fetches_what_the_second_
     assert keeps and answer["do_remote_prefill"] and not answer["do_remote_decode"]
     # The HTTP server's answer carries these parameters in the same form.
     transfer_params = given_params(json.dumps({"id": "x", "choices": [], "kv_transfer_params": answer}).encode())
-    assert transfer_params is not None
     second = kind.model_validate_json(decode_body(raw, transfer_params))
     assert second.min_tokens == 4 and second.stream is sent.get("stream", False)
     params = params_of(second)

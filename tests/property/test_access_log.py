@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import logging
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +17,25 @@ from kvrouter.replay.traces.pieces import pieces_of_tokens
 from kvrouter.replay.traces.request import TraceError
 from kvrouter.router.base.telemetry.log_format import Formatter
 from kvrouter.router.index.matching.question import Question
-from kvrouter.router.observe.quality.access_log import LOGGER, PIECE_TOKENS, pieces_of, set_up_access_log, write_line
+from kvrouter.router.observe.quality.access_log import (
+    LOGGER,
+    PIECE_TOKENS,
+    list_fields,
+    pieces_of,
+    set_up_access_log,
+    write_line,
+)
 from kvrouter.router.observe.quality.reuse_report import ReuseReport
 from kvrouter.router.observe.quality.usage_reader import Usage
 
 pytestmark = pytest.mark.property
 
 
-def logged(prompts: list[np.ndarray], folder: Path, *, known: bool = True) -> Path:
-    """Write the log of a router that got these prompts, with other lines between, and return its path."""
+def logged(prompts: list[np.ndarray], folder: Path, *, known: bool = True, others: int | None = None) -> Path:
+    """Write the log of a router that got these prompts, with other lines between, and return its path.
+
+    If `others` is given, the prompts came as one list, and that is the number of its prompts that were not looked up.
+    """
     stream, logger = io.StringIO(), logging.getLogger(LOGGER)
     handler = logging.StreamHandler(stream)
     handler.setFormatter(Formatter(as_json=True))
@@ -32,7 +43,13 @@ def logged(prompts: list[np.ndarray], folder: Path, *, known: bool = True) -> Pa
     logger.handlers, logger.propagate = [handler], False
     set_up_access_log(wanted=True)
     try:
-        for number, tokens in enumerate(prompts):
+        if others is not None:
+            parts = tuple(Question("m", len(tokens), token_ids=tokens) for tokens in prompts)
+            num_tokens = sum(map(len, prompts)) + others
+            question = Question("m", num_tokens, num_prompts=len(prompts) + others, parts=parts)
+            report = ReuseReport(16, 16, Usage(num_tokens, 100, 16), None, 0.5)
+            write_line({"num_tokens": num_tokens} | list_fields(question), pieces_of(question), report, 0.5)
+        for number, tokens in enumerate([] if others is not None else prompts):
             question = Question("m", len(tokens), token_ids=tokens if known else None)
             report = ReuseReport(16, 16, Usage(len(tokens), number, 16), 0.25, 0.5)
             fields = {"request_id": f"r{number}\n", "path": "/v1/completions", "num_tokens": len(tokens)}
@@ -68,6 +85,37 @@ def test_replay_reads_what_was_logged(tmp_path: Path, seed: int) -> None:
             shares = min(len(exact[number]), len(exact[earlier]))
             same = requests[number].pieces[:shares] == requests[earlier].pieces[:shares]
             assert same.tolist() == (exact[number][:shares] == exact[earlier][:shares]).tolist()
+
+
+@pytest.mark.parametrize("others", [0, 15])
+def test_a_list_of_prompts_is_read_as_a_request_for_each(tmp_path: Path, others: int) -> None:
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, 50_000, length) for length in (10, 512, 513, 2_000, 7)]
+    trace = read_trace(logged(prompts, tmp_path, others=others), "auto")
+    assert [request.prompt_tokens for request in trace.requests] == list(map(len, prompts))
+    assert [len(request.pieces) for request in trace.requests] == [1, 1, 2, 4, 1]
+    assert {request.output_tokens for request in trace.requests} == {100 // (5 + others)}
+    assert {request.time_s for request in trace.requests} == {0.0}
+    assert ["did not look up" in note for note in trace.notes] == [True] * bool(others)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ('"prompts":[[', '"prompts":[[1,', "not a list of lengths and pieces"),
+        ('"prompts":[[10,', '"prompts":[[0,', "num_tokens is 0"),
+        ('"num_prompts":5', '"num_prompts":"5"', "num_prompts is '5'"),
+        ('"prompts":[[10,[', '"prompts":[[10,[1,', "10 tokens have 1 pieces, not 2"),
+    ],
+)
+def test_a_wrong_list_is_an_error_with_its_line(tmp_path: Path, old: str, new: str, problem: str) -> None:
+    prompts = [np.arange(length) for length in (10, 20, 30, 40, 50)]
+    path = logged(prompts, tmp_path, others=0)
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    with pytest.raises(TraceError, match=re.escape(problem)):
+        read_trace(path, "access")
 
 
 def test_what_is_not_known_is_left_out_and_said(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             yield started
 
 
-def completion(prompt: list[int], **more: Any) -> dict[str, Any]:
+def completion(prompt: list[Any], **more: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": prompt, "max_tokens": 2, **more}
 
 
@@ -104,6 +104,14 @@ def post(
     return answer.json(), answer.headers
 
 
+def ended(site: Site, selection: str) -> dict[str, Any]:
+    """Return a decision once its request has ended."""
+    path = f"/decisions/{selection}"
+    until(lambda: site.router.request("GET", path)["outcome"] is not None, "it ends")
+    decision: dict[str, Any] = site.router.request("GET", path)
+    return decision
+
+
 def cached(answer: Any) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
@@ -113,6 +121,30 @@ def exact(router: RouterProcess) -> float:
         router.metric("kvrouter_predictions_total", model=MODEL, worker=f"w{n}", outcome="exact")
         for n in range(REPLICAS)
     )
+
+
+@pytest.mark.parametrize("name", ["duplex", "held"])
+def test_a_list_of_prompts_goes_where_the_most_of_it_is(site: Site, name: str) -> None:
+    port, rng = getattr(site, name).port, Random(f"lists {name}")
+    held = [rng.randrange(1, 30_000) for _ in range(800)]
+    for worker in ("w0", "w1", "w2"):
+        # Only the second prompt is held, and only there.
+        held = [*held[:-1], rng.randrange(1, 30_000)]
+        fresh = [rng.randrange(1, 30_000), *held]
+        post(port, completion(fresh), {"x-kvrouter-worker": worker})
+        settle(site.router)
+        prompts = [[rng.randrange(1, 30_000) for _ in range(20)], [*fresh, 5]]
+        answer, headers = post(port, completion(prompts, n=2))
+        assert headers["x-kvrouter-worker"] == worker
+        assert int(headers["x-kvrouter-predicted-hit"]) > 700
+        assert len(answer["choices"]) == 4
+        answer, headers = post(port, completion([prompts[0], [*fresh, 6]]))
+        decision = ended(site, headers["x-kvrouter-selection-id"])
+        assert (decision["num_prompts"], decision["answers"], decision["worker_id"]) == (2, 1, worker)
+        outcome = decision["outcome"]
+        assert outcome["predicted_tokens"] == outcome["delivered_tokens"] == cached(answer)
+    site.wait_idle()
+    assert site.router.request("GET", "/health")["status"] == "ok"
 
 
 @pytest.mark.parametrize("name", ["duplex", "held"])

@@ -18,6 +18,7 @@ import pytest
 from tests.support.fleet import until
 from tests.support.prefill_pools import (
     COMPLETIONS,
+    LONG,
     MODELS,
     POOL_FLAGS,
     WAIT_S,
@@ -30,6 +31,17 @@ from tests.support.router_process import RouterProcess
 from tests.support.scripted_engine import Asked, ScriptedEngine, Wire, hang, plain, reset
 
 ANSWER = json.dumps({"choices": [], "usage": {"completion_tokens": 1}}).encode()
+# The engine gives the prompt up, and its blocks are free whatever it says of them.
+ABORTED = json.dumps(
+    {
+        "choices": [{"finish_reason": "abort"}],
+        "kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [[1]]},
+    }
+).encode()
+KEPT = json.dumps(
+    {"choices": [{"finish_reason": "length"}], "kv_transfer_params": {"do_remote_prefill": False}}
+).encode()
+LENGTH = json.dumps({"choices": [{"finish_reason": "length"}], "kv_transfer_params": None}).encode()
 GIVES = json.dumps({"kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [[1]]}}).encode()
 
 
@@ -52,6 +64,9 @@ def completions(engine: ScriptedEngine) -> list[Asked]:
         (plain(ANSWER), "declined", None),
         (plain(b'{"kv_transfer_params": null}'), "declined", None),
         (plain(b"no JSON"), "declined", None),
+        (plain(LENGTH), "declined", None),
+        (plain(KEPT), "declined", None),
+        (plain(ABORTED), "aborted", None),
         (plain(b'{"error": {}}', "400 Bad Request"), "refused", None),
         (plain(b"", "500 Oh"), "failed", None),
         (plain(b"", "503 Later"), "failed", "p0 gone"),
@@ -73,6 +88,24 @@ def test_whatever_the_prefill_worker_answers_the_decode_worker_can_do_it(
     assert len(completions(prefill)) == 1
     (asked,) = completions(decode)
     assert "kv_transfer_params" not in json.loads(asked.body)
+    pools.free("d0")
+
+
+def test_the_reuse_of_a_decode_side_is_not_compared(pools: Pools) -> None:
+    """It reports the tokens that the prefill side reused, or those that it fetched."""
+    details = {"cached_tokens": 1_024}
+    usage = {"prompt_tokens": LONG, "completion_tokens": 1, "prompt_tokens_details": details}
+    reuses = plain(json.dumps({"choices": [], "usage": usage}).encode())
+    prefill, decode = ScriptedEngine(plain(GIVES)), ScriptedEngine(reuses)
+    pools.script("p0", prefill)
+    pools.script("d0", decode)
+    pools.occupy("d0")
+    answers = [pools.ask(tokens(1)), pools.ask(tokens(2), kv_transfer_params=json.loads(GIVES)["kv_transfer_params"])]
+    assert [headers.get("x-kvrouter-prefill-worker") for _, headers, _ in answers] == ["p0", None]
+    for _, headers, _ in answers:
+        selection = headers["x-kvrouter-selection-id"]
+        outcome = pools.router.request("GET", f"/decisions/{selection}")["outcome"]
+        assert (outcome["predicted_tokens"], outcome["delivered_tokens"]) == (None, 1_024)
     pools.free("d0")
 
 

@@ -117,6 +117,17 @@ def test_a_paused_list_stands_still_until_it_is_resumed(tab: BrowserPage, router
     until(lambda: listed(page) == kept(router), "the list follows after reading")
 
 
+def test_a_decision_shows_how_many_prompts_and_answers_it_was_about(tab: BrowserPage, router: RouterProcess) -> None:
+    prompts = [[7_000 + i for i in range(20)], [8_000 + i for i in range(30)], [9_000]]
+    body = {"model": MODEL, "prompt": prompts, "max_tokens": 2, "n": 2}
+    router.request("POST", "/v1/completions", body, headers={"x-request-id": "list"})
+    page = tab.open("decisions")
+    expect(page.locator("#decisions-list tbody tr >> nth=0")).to_contain_text("51 in 3")
+    page.click("#decisions-list td >> nth=0")
+    expect(page.locator("#decision")).to_contain_text("3 prompts, placed together, 2 answers to each: 51 tokens,")
+    expect(page.locator("#decision")).to_contain_text("tokens as reused, which no prediction is about")
+
+
 def test_rows_open_and_close_by_keyboard(tab: BrowserPage) -> None:
     page = tab.open("decisions")
     page.wait_for_selector("#decisions-list [data-row] >> nth=3")

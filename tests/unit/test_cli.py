@@ -15,7 +15,7 @@ from jsonschema import Draft202012Validator
 
 from kvrouter.router.app.cli.api_client import router_url
 from kvrouter.router.app.cli.commands import app, run
-from kvrouter.router.app.cli.tables import candidates_text
+from kvrouter.router.app.cli.tables import candidates_text, prompts_text
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.version import VERSION
 from kvrouter.router.model.config.loading import listed_settings, load_config
@@ -134,6 +134,20 @@ def test_explain_shows_the_terms_of_a_cost_that_the_columns_do_not_show() -> Non
 def test_explain_has_no_line_for_a_hit_that_nothing_limits() -> None:
     answer = SELECTED | {"candidates": [candidate | {"limited_by": None} for candidate in SELECTED["candidates"]]}
     assert len(candidates_text(answer, 3, 80).plain.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("counts", "text"),
+    [
+        ({}, ""),
+        ({"num_prompts": 1, "answers": 1}, ""),
+        ({"num_prompts": 3, "answers": 1}, " of 3 prompts"),
+        ({"num_prompts": 1, "answers": 8}, ", 8 answers"),
+        ({"num_prompts": 3, "answers": 8}, " of 3 prompts, 8 answers to each"),
+    ],
+)
+def test_explain_says_how_many_prompts_and_answers_there_were(counts: dict[str, int], text: str) -> None:
+    assert prompts_text(counts) == text
 
 
 def test_explain_as_json_and_from_a_file(stub: StubRouter, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from kvrouter.router.base.common.compiled import caution
 from kvrouter.router.base.common.errors import BadQuestion
 from kvrouter.router.route.tokens.client_body import EMBEDDINGS_PATH, TEXT_PATH, read_client_body
 from kvrouter.router.route.tokens.prompt_tokens import Prompt, TokensUnknown
-from kvrouter.router.route.tokens.token_request import TokenRequest, read
+from kvrouter.router.route.tokens.token_request import ListRequest, TokenRequest, read
 from kvrouter.router.serve.proxy.openai_body import openai_body
 
 ESCAPED = {
@@ -34,6 +34,8 @@ def outcome(path: str, raw: bytes) -> Any:
         return type(error), str(error)
     if isinstance(prompt, TokenRequest):
         return limits, prompt.kind, {name: bytes(value) for name, value in prompt.fields.items()}
+    if isinstance(prompt, ListRequest):
+        return limits, len(prompt.prompts), prompt.whole[1:], [bytes(item) for item in prompt.whole.prompts]
     ids = prompt.token_ids if isinstance(prompt, Prompt) else prompt
     assert ids is not None
     return limits, ids.dtype, ids.tolist()

@@ -10,9 +10,17 @@ import pytest
 
 from kvrouter.router.model.upstream.failure import Failure, Kind
 from kvrouter.router.model.upstream.origin import target_of
+from kvrouter.router.route.tokens.client_body import read_client_body
 from kvrouter.router.serve.proxy.attempts import MAX_ATTEMPTS, Attempts
 from kvrouter.router.serve.proxy.headers import request_head
-from kvrouter.router.serve.proxy.kv_transfer_params import can_be_handed_over, decode_body, given_params, prefill_body
+from kvrouter.router.serve.proxy.kv_transfer_params import (
+    NothingGiven,
+    can_be_handed_over,
+    decode_body,
+    given_params,
+    is_received,
+    prefill_body,
+)
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
@@ -95,7 +103,6 @@ def test_the_second_request_is_the_clients_with_the_answer_of_the_first() -> Non
     params = given_params(
         b'{"id": "x", "kv_transfer_params": {"remote_block_ids": [[1, 2]], "big": 18446744073709551616}}'
     )
-    assert params is not None
     raw_request = b'{"model": "m",  "temperature": 0.10, "prompt": [1,  2]}'
     body = decode_body(raw_request, params)
     # Unchanged fields keep their bytes.
@@ -108,7 +115,47 @@ def test_the_second_request_is_the_clients_with_the_answer_of_the_first() -> Non
     [b"", b"{}", b"[]", b'{"kv_transfer_params": null}', b'{"kv_transfer_params": {}}', b'{"kv_transfer_params": 1}'],
 )
 def test_an_answer_without_a_hand_over_gives_nothing(answer: bytes) -> None:
-    assert given_params(answer) is None
+    with pytest.raises(NothingGiven) as nothing:
+        given_params(answer)
+    assert not nothing.value.aborted
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "params", "aborted"),
+    [
+        ("length", None, False),
+        ("stop", {}, False),
+        ("length", {"do_remote_prefill": False, "remote_block_ids": [[1]]}, False),
+        ("abort", None, True),
+        ("abort", {"do_remote_prefill": True, "remote_block_ids": [[1]]}, True),
+        ("abort", {"do_remote_prefill": False}, True),
+    ],
+)
+def test_an_answer_says_why_nothing_was_handed_over(finish_reason: str, params: Any, aborted: bool) -> None:
+    answer = {"choices": [{"index": 0, "finish_reason": finish_reason}], "kv_transfer_params": params}
+    with pytest.raises(NothingGiven) as nothing:
+        given_params(json.dumps(answer).encode())
+    assert nothing.value.aborted is aborted
+
+
+def test_params_of_other_connectors_need_not_say_that_blocks_are_fetched() -> None:
+    answer = {"choices": [{"finish_reason": "length"}], "kv_transfer_params": {"remote_block_ids": [[1]]}}
+    assert json.loads(bytes(given_params(json.dumps(answer).encode()))) == answer["kv_transfer_params"]
+
+
+@pytest.mark.parametrize(
+    ("params", "received"),
+    [
+        (None, False),
+        ({}, False),
+        ("do_remote_prefill", False),
+        ({"do_remote_decode": True, "do_remote_prefill": False}, False),
+        ({"do_remote_prefill": True, "remote_block_ids": [[1]]}, True),
+    ],
+)
+def test_a_body_says_whether_its_prompt_was_computed_elsewhere(params: Any, received: bool) -> None:
+    raw = json.dumps({"messages": [], "kv_transfer_params": params}).encode()
+    assert is_received(read_client_body(CHAT, raw)) is received
 
 
 def test_prefill_failures_leave_the_decode_worker_its_chance() -> None:

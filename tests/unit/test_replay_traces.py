@@ -134,6 +134,9 @@ def test_text_is_counted_by_its_bytes() -> None:
 # -- OpenAI
 
 
+LISTS = [(4.5, 1, 5), (4.5, 2, 5), (5.5, 1, 12), (5.5, 2, 12)]
+
+
 def test_bodies_of_every_kind_are_read(tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "Hi " * 100}], "max_tokens": 7}
     path = lines(
@@ -143,12 +146,15 @@ def test_bodies_of_every_kind_are_read(tmp_path: Path) -> None:
         {"timestamp": 3, "prompt": "Hi " * 100},
         {"timestamp": 4, "prompt": list(range(100)), "max_tokens": 1},
         {"timestamp": 5, "prompt": ["one", [1, 2, 3]], "max_tokens": 2},
+        # The usage of a list is the sum over its prompts.
+        {"timestamp": 6, "prompt": [[1], [2, 3]], "n": 2, "usage": {"completion_tokens": 9}},
+        {"timestamp": 7, "prompt": [[1], [2, 3]], "n": 3, "max_tokens": 4},
     )
     trace = read(path)
     assert trace.format == "openai"
     requests = [(request.time_s, request.prompt_tokens, request.output_tokens) for request in trace.requests]
     assert (requests[0][2], requests[1][1:]) == (7, (requests[0][1], 9))
-    assert requests[2:] == [(1.5, 75, 256), (2.5, 100, 1), (3.5, 1, 2), (3.5, 3, 2)]
+    assert requests[2:] == [(1.5, 75, 256), (2.5, 100, 1), (3.5, 1, 2), (3.5, 3, 2), *LISTS]
     assert trace.requests[0].pieces.tolist() == trace.requests[1].pieces.tolist()
     assert any("estimated from text" in note for note in trace.notes)
 

@@ -37,7 +37,7 @@ def server(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[ReplicaServer]:
     thread.stop()
 
 
-def complete(server: ReplicaServer, tokens: list[int], **more: Any) -> Any:
+def complete(server: ReplicaServer, tokens: list[Any], **more: Any) -> Any:
     return call(f"{server.endpoints['url']}/v1/completions", {"prompt": tokens, "model": "m", **more})
 
 
@@ -88,12 +88,12 @@ def test_the_salt_separates_prompts(server: ReplicaServer) -> None:
 @pytest.mark.parametrize(
     ("body", "status", "part"),
     [
-        ({"prompt": ["two", "prompts"]}, 400, "one prompt"),
+        ({"prompt": ["two", [1]]}, 400, "one kind"),
         ({"prompt": [-1]}, 400, ">= 0"),
-        ({"prompt": []}, 400, "empty"),
+        ({"prompt": []}, 400, "non-empty"),
         ({"prompt": [1], "max_tokens": 0}, 400, "max_tokens"),
         ({"prompt": [1], "model": "other"}, 404, "serves `m`"),
-        ({"prompt": [1], "n": 2}, 400, "$.n"),
+        ({"prompt": [1], "n": 0}, 400, "$.n"),
         ({"prompt": list(range(2000))}, 400, "shorter prompt"),
     ],
 )
@@ -104,6 +104,25 @@ def test_unsupported_fields_are_refused_as_openai_refuses_them(
     assert code == status
     assert part in error["message"]
     assert error["type"] and error["code"]
+
+
+def test_the_usage_of_a_list_has_the_sum_of_its_prompts_and_the_reuse_of_the_last(server: ReplicaServer) -> None:
+    held, unknown = list(range(100)), list(range(5_000, 5_040))
+    complete(server, held)
+    cached = complete(server, held)["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached > 0
+    for prompts, reused in (([unknown, held], cached), ([held, list(range(6_000, 6_040))], 0)):
+        answer = complete(server, prompts, max_tokens=3)
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+        usage = answer["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (140, 6, 146)
+        assert usage["prompt_tokens_details"]["cached_tokens"] == reused
+
+
+def test_each_prompt_gets_as_many_answers_as_it_wants(server: ReplicaServer) -> None:
+    answer = complete(server, [[1, 2, 3], [4, 5]], max_tokens=3, n=2)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (5, 12)
 
 
 def test_models_and_health_are_served(server: ReplicaServer) -> None:

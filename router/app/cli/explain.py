@@ -94,13 +94,14 @@ def _show_decision(answer: Any, *, as_json: bool) -> None:
     if as_json:
         print_json(answer)
         return
-    from kvrouter.router.app.cli.tables import candidates_text, outcome_line, text, worker_name
+    from kvrouter.router.app.cli.tables import candidates_text, outcome_line, prompts_text, text, worker_name
 
     out = console()
     num_tokens = shaped(lambda: answer["num_tokens"])
     timestamp = shaped(lambda: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(answer["time_s"])))
     out.print(
-        f"{timestamp}  {text(answer['model'])}, {num_tokens} tokens, proof: {text(answer['proof'])}", highlight=False
+        f"{timestamp}  {text(answer['model'])}, {num_tokens} tokens{prompts_text(answer)}, proof: {text(answer['proof'])}",
+        highlight=False,
     )
     out.print(shaped(lambda: candidates_text(answer, num_tokens, out.width)), soft_wrap=True)
     if (more := answer["compared"] - len(answer["candidates"])) > 0:

@@ -78,6 +78,13 @@ def outcome_line(answer: dict[str, Any]) -> str:
     return line
 
 
+def prompts_text(answer: dict[str, Any]) -> str:
+    """Return how many prompts and answers a decision was about, as part of a line; empty for one of each."""
+    prompts, answers = answer.get("num_prompts", 1), answer.get("answers", 1)
+    text = f" of {prompts} prompts" if prompts > 1 else ""
+    return f"{text}, {answers} answers{' to each' if text else ''}" if answers > 1 else text
+
+
 def candidates_text(answer: dict[str, Any], num_tokens: int, width: int) -> Text:
     """Return the candidates in an explained choice as a table, with the chosen one marked; counts are in tokens.
 

@@ -17,7 +17,7 @@ from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.follow.fleet.worker_registry import WorkerRegistry
 from kvrouter.router.follow.streams.worker_stream import WorkerStream
 from kvrouter.router.index.matching.cache_writes import ModelWrites
-from kvrouter.router.index.matching.matcher import HashPlans, HitTable, Matcher, WorkerView
+from kvrouter.router.index.matching.matcher import HashPlans, HitTable, Matcher, WorkerView, sum_of
 from kvrouter.router.index.matching.mirror import Mirror
 from kvrouter.router.index.matching.question import Hit, Question
 from kvrouter.router.index.matching.routing_history import RoutingHistory, approximate_hit, pieces_of
@@ -27,6 +27,10 @@ from kvrouter.router.model.workers.model_names import unknown_model
 
 # How long a long prompt is hashed before other requests get a turn: as long as one turn of ingest (`commit_loop.py`).
 TURN_S = 0.002
+
+# How many hits of the prompts of a list are added up one by one, where they depend on more than hashes: 1 ms. Usually
+# all of them are added up as numbers (`Matcher.match_list`).
+LIST_HITS = 1_024
 
 WHOLE_PROMPT = "log-probabilities of the prompt are wanted, for which the engine computes all of it"
 
@@ -149,15 +153,19 @@ class HitFinder:
         if not question.is_long:
             return
         until_s = self._clock() + TURN_S
-        for _ in self._matcher.hash_steps(question, self.plans(question.model)):
-            if self._clock() >= until_s:
-                await asyncio.sleep(0)
-                until_s = self._clock() + TURN_S
+        plans = self.plans(question.model)
+        for part in question.parts or (question,):
+            for _ in () if part.token_ids is None else self._matcher.hash_steps(part, plans):
+                if self._clock() >= until_s:
+                    await asyncio.sleep(0)
+                    until_s = self._clock() + TURN_S
         # The match that follows is a separate turn.
         await asyncio.sleep(0)
 
     def hits(self, question: Question) -> list[Hit]:
         """Return one hit for each worker of the model, in no particular order. Raises UnknownModel."""
+        if question.parts and not question.is_blind:
+            return self._list_hits(question)
         plans = self.plans(question.model)
         hits = self._matcher.match(question, plans)
         if plans.has_approximate and question.token_ids is not None:
@@ -165,6 +173,23 @@ class HitFinder:
         if question.without_cache:
             hits = [self._without_cache(question, hit) for hit in hits]
         return hits
+
+    def _list_hits(self, question: Question) -> list[Hit]:
+        """Return for each worker the sum of its hits for the prompts of a list.
+
+        The prompts run at the same time, so no prompt counts as cached for another one of the list.
+        """
+        known = [part for part in question.parts if not part.is_blind]
+        is_last_known = not question.parts[-1].is_blind
+        plans = self.plans(question.model)
+        if not question.without_cache:
+            summed = self._matcher.match_list(known, plans, is_last_known=is_last_known)
+            if summed is not None:
+                return summed
+        first_hits = self.hits(known[0])
+        # The last prompts, because a report may be about the last one.
+        others = known[1:][-max(1, LIST_HITS // len(first_hits)) :]
+        return sum_of([first_hits, *map(self.hits, others)], is_last_known=is_last_known)
 
     def _without_cache(self, question: Question, hit: Hit) -> Hit:
         """Return the hit, or an empty one if the worker's engine computes the whole prompt for this request."""
@@ -198,7 +223,8 @@ class HitFinder:
         """Remember a prompt that is on its way to a worker without usable events; its hits are guessed from those."""
         stream = self._registry.streams.get(worker)
         if stream is not None and stream.view.approximate:
-            self._history.sent(stream.life, pieces_of(question, stream.block_size), self._clock())
+            for prompt in question.parts or (question,):
+                self._history.sent(stream.life, pieces_of(prompt, stream.block_size), self._clock())
 
     def url(self, worker: WorkerKey) -> str | None:
         """Return the worker's URL; None if it has none or is not registered."""

@@ -381,6 +381,11 @@ class Core:
                 engines[url] = stream.record.shown.epoch or "", stream.profile.engine
         return engines
 
+    def sums_lists(self, worker: WorkerKey) -> bool:
+        """Return whether the worker's engine reports the reuse of a list of prompts as a sum."""
+        stream = self.registry.streams.get(worker)
+        return stream is not None and stream.profile.engine.sums_cached_tokens
+
     def hash_block_size(self, model: str) -> int:
         """Return the tokens that one block hash covers; 1 while no catalog of the model is whole.
 

@@ -170,6 +170,7 @@ class Assembly:
             tracing,
             decisions,
             traffic=placer.traffic,
+            sums_lists=core.sums_lists,
             logs_access=config.access_log == "on",
         )
         core.registry.subscribe(view=quality.on_view, life=quality.begin_life)

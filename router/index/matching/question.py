@@ -57,16 +57,46 @@ class Question(msgspec.Struct, frozen=True, gc=False):
     is_guess: bool = False
     # The hashes that were made before the match (`Matcher.hash_steps`), by hash space.
     hashers: dict[HashSpace, PromptHasher] = {}
+    # The number of prompts in the request. If there are several, `num_tokens` is their sum, the question itself has no
+    # tokens, and its hits are the sums over `parts`.
+    num_prompts: int = 1
+    # The prompts of a list that are looked up, each with its own tokens; the last one is the list's last prompt.
+    parts: tuple[Question, ...] = ()
+    # Whether the length of the list's other prompts is exact.
+    others_counted: bool = False
 
     @property
     def is_long(self) -> bool:
         """Whether its tokens are hashed in turns, so that others are answered meanwhile."""
-        return self.token_ids is not None and len(self.token_ids) >= LONG_PROMPT_TOKENS
+        if self.token_ids is None:
+            return bool(self.parts)
+        return len(self.token_ids) >= LONG_PROMPT_TOKENS
 
     @property
     def is_blind(self) -> bool:
         """Whether nothing is known of the prompt but its length, so that hits say nothing."""
-        return self.token_ids is None and (self.block_hashes is None or not len(self.block_hashes))
+        if self.token_ids is not None or (self.block_hashes is not None and len(self.block_hashes)):
+            return False
+        return all(part.is_blind for part in self.parts)
+
+    @property
+    def known_tokens(self) -> int | None:
+        """The number of tokens whose ids are known; None if only their hashes are."""
+        if self.token_ids is not None:
+            return len(self.token_ids)
+        if self.parts:
+            return sum(part.known_tokens or 0 for part in self.parts)
+        return 0 if self.is_blind else None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the ids of all tokens are known."""
+        return self.known_tokens == self.num_tokens
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the length is exact: of a list, that of every prompt."""
+        return self.is_whole or (self.others_counted and all(part.is_whole for part in self.parts))
 
 
 class Limiter(msgspec.Struct, frozen=True, array_like=True):
@@ -115,6 +145,8 @@ class Hit(msgspec.Struct, frozen=True, array_like=True, gc=False):
     groups: tuple[GroupCover, ...] = ()
     # Where the prompt's blocks lie, if the question wants to know.
     held: tuple[HeldRuns, ...] = ()
+    # Of a list of prompts, the tokens of the last prompt with all tiers; None for one prompt, or if they are not known.
+    last_tokens: int | None = None
 
     @property
     def on_gpu(self) -> int:

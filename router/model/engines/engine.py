@@ -111,6 +111,9 @@ class Engine(msgspec.Struct, frozen=True, eq=False):
     lists_hashed_paths: bool
     # The HTTP paths at which the engine applies `cache_salt`. It ignores the field at all others.
     salted_paths: frozenset[str]
+    # Whether `cached_tokens` of a list of prompts is the sum over the prompts. Otherwise it is that of the last prompt,
+    # and in a stream that of the prompt whose first token came first.
+    sums_cached_tokens: bool
 
 
 class NotThisEngine(ValueError):

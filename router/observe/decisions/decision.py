@@ -63,13 +63,15 @@ class Decision(msgspec.Struct, frozen=True, array_like=True, gc=False):
     choice: KeptChoice
     # The choice of another worker that computes the prompt; None if the chosen one does.
     prefill: KeptChoice | None
+    # The number of prompts, of which `num_tokens` is the sum, and of answers to each of them.
+    num_prompts: int = 1
+    answers: int = 1
 
 
 def decision_of(selection_id: str, time_s: float, request: PlacementRequest, choice: Choice) -> Decision:
     """Return a decision as it is kept. `choice` must have its comparison."""
     question = request.question
-    is_unknown = question.is_blind or question.is_guess
-    known_tokens = 0 if is_unknown else None if question.token_ids is None else len(question.token_ids)
+    known_tokens = 0 if question.is_guess else question.known_tokens
     return Decision(
         selection_id,
         time_s,
@@ -85,6 +87,8 @@ def decision_of(selection_id: str, time_s: float, request: PlacementRequest, cho
         else request.pinned.worker_id,
         _kept(choice),
         None if choice.prefill is None else _kept(choice.prefill),
+        question.num_prompts,
+        request.answers,
     )
 
 

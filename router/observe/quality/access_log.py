@@ -40,6 +40,14 @@ def pieces_of(question: Question) -> list[int]:
     return [name >> (64 - ID_BITS) for name in piece_names(question, PIECE_TOKENS, with_rest=True)]
 
 
+def list_fields(question: Question) -> dict[str, Any]:
+    """Return the fields of a list: the number of its prompts, and the length and pieces of each that was looked up."""
+    return {
+        "num_prompts": question.num_prompts,
+        "prompts": [[part.num_tokens, pieces_of(part)] for part in question.parts],
+    }
+
+
 def write_line(fields: dict[str, Any], pieces: list[int], report: ReuseReport | None, e2e_s: float) -> None:
     """Write the line of one request.
 

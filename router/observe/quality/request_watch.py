@@ -7,8 +7,8 @@ loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kvrouter.contract.decisions import Outcome
 from kvrouter.contract.worker_status import ReuseStatus
@@ -18,7 +18,7 @@ from kvrouter.router.index.matching.matcher import WorkerView
 from kvrouter.router.index.matching.question import Question
 from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.router.observe.decisions.decision_log import DecisionLog
-from kvrouter.router.observe.quality.access_log import pieces_of, write_line
+from kvrouter.router.observe.quality.access_log import list_fields, pieces_of, write_line
 from kvrouter.router.observe.quality.answer_tap import AnswerTap, Send
 from kvrouter.router.observe.quality.concurrency import Concurrency, Flight
 from kvrouter.router.observe.quality.prediction_judge import (
@@ -60,6 +60,7 @@ class Quality:
         decisions: DecisionLog | None = None,
         *,
         traffic: TrafficSums | None = None,
+        sums_lists: Callable[[WorkerKey], bool] = lambda worker: False,
         logs_access: bool = False,
     ) -> None:
         """Begin without any observations.
@@ -70,6 +71,8 @@ class Quality:
             tracing: Makes the traces; None: no traces are wanted.
             decisions: Keeps the outcome of each request; None: outcomes are not kept.
             traffic: The sums of each model's traffic, or None to count into sums that are not used.
+            sums_lists: Returns whether a worker's engine reports the reuse of a list of prompts as a sum
+                (`Engine.sums_cached_tokens`).
             logs_access: Whether each request has its line in the access log.
         """
         self.measures = measures
@@ -77,6 +80,7 @@ class Quality:
         self.tracing = tracing
         self.decisions = decisions
         self.traffic = traffic or TrafficSums()
+        self.sums_lists = sums_lists
         self.logs_access = logs_access
         self.flights = Concurrency()
         self._predictions: dict[WorkerKey, PredictionJudge] = {}
@@ -139,10 +143,12 @@ class RequestWatch:
 
     __slots__ = (
         "_began_s",
+        "_counted",
         "_flight",
         "_has_salt",
         "_key_name",
         "_life",
+        "_list",
         "_measured",
         "_model",
         "_path",
@@ -177,9 +183,13 @@ class RequestWatch:
         self._model = NO_MODEL
         # The prompt for the access log; None if the log is off.
         self._question: Question | None = None
-        # Whether the hit of the choice predicts the reuse.
+        # Whether the hit of the choice predicts the reuse that the engine reports.
         self._predicted = False
         self._has_salt = False
+        # Whether the length of the prompt, or of all prompts of a list, is exact.
+        self._counted = False
+        # The prompts of a list; None for one prompt.
+        self._list: Question | None = None
         self._placement: Placement | None = None
         # The engine's life in which the worker was chosen, as the judge counts them.
         self._life = 0
@@ -194,10 +204,17 @@ class RequestWatch:
         question = request.question
         self._model = question.model
         # If only the beginning of a prompt is known, more may be reused than can be predicted.
-        is_whole = question.token_ids is not None and len(question.token_ids) == question.num_tokens
-        self._predicted = is_whole and not question.is_guess
+        is_sent = not question.is_guess
+        if question.num_prompts == 1:
+            is_whole = question.token_ids is not None and len(question.token_ids) == question.num_tokens
+            self._counted = is_sent and is_whole
+            self._predicted = self._counted and request.is_comparable
+        else:
+            self._list = question
+            self._counted = is_sent and question.is_counted
+            self._predicted = is_sent and bool(question.parts) and request.is_comparable
         self._has_salt = bool(question.cache_salt)
-        if self._quality.logs_access and not question.is_guess:
+        if self._quality.logs_access and is_sent:
             self._question = question
         if self._trace is not None:
             self._trace.asked(request, self._quality.clock())
@@ -235,7 +252,7 @@ class RequestWatch:
 
     def handed_over(self) -> None:
         """Report that another worker computes the prompt, so that reuse proves nothing about the engine's own cache."""
-        self._predicted = False
+        self._predicted = self._counted = False
 
     def tap(self, send: Send, status: int, headers: Headers, *, streams: bool) -> AnswerTap:
         """Report that the answer of the last attempt begins, and return the tap through which it must pass.
@@ -299,7 +316,7 @@ class RequestWatch:
     def _write_line(self, outcome: str) -> None:
         placement, question = self._placement, self._question
         measured = question if self._measured else None
-        fields = {
+        fields: dict[str, Any] = {
             "request_id": self._request_id,
             "path": self._path,
             # The name of the API key, never the key.
@@ -312,6 +329,8 @@ class RequestWatch:
             "selection_id": None if placement is None else placement.selection_id,
             "num_tokens": None if measured is None else measured.num_tokens,
         }
+        if measured is not None and measured.num_prompts > 1:
+            fields |= list_fields(measured)
         report = None if self._tap is None else self.told()
         e2e_s = self._quality.clock() - self._began_s
         write_line(fields, [] if measured is None else pieces_of(measured), report, e2e_s)
@@ -347,8 +366,8 @@ class RequestWatch:
         tap, placement = self._tap, self._placement
         assert tap is not None and placement is not None
         usage = tap.usage()
-        predicted = placement.predicted_tokens if self._predicted else None
-        expected = placement.expected_tokens if self._predicted else None
+        predicted = self._reported_prediction(placement)
+        expected = predicted if predicted is None or self._list is not None else placement.expected_tokens
         delivered = None
         if usage is not None:
             judge = self._quality.of(placement.worker)
@@ -356,6 +375,19 @@ class RequestWatch:
             delivered = judge.delivered_of(usage.cached_tokens, predicted) if same_life else usage.cached_tokens
         ttft_s = tap.first_s - self._began_s if self._streams and tap.first_s is not None else None
         return ReuseReport(predicted, delivered, usage, ttft_s, self._quality.clock() - self._began_s, expected)
+
+    def _reported_prediction(self, placement: Placement) -> int | None:
+        """Return the prediction for what the engine reports as reused; None if there is none that can be compared."""
+        if not self._predicted:
+            return None
+        prompts = self._list
+        if prompts is None:
+            return placement.predicted_tokens
+        if self._quality.sums_lists(placement.worker):
+            return placement.predicted_tokens if prompts.is_whole else None
+        # In a stream the report is about the prompt whose first token came first, which nobody can predict.
+        is_last_reported = prompts.parts[-1].is_whole and not self._streams
+        return placement.choice.hit.last_tokens if is_last_reported else None
 
     def _count(self, outcome: str, tap: AnswerTap, placement: Placement) -> None:
         report, metrics = self.told(), self._quality.measures.of_worker(placement.worker)
@@ -370,7 +402,7 @@ class RequestWatch:
         completion_tokens = report.usage.completion_tokens if report.usage is not None else None
         if completion_tokens:
             metrics.completion.inc(completion_tokens)
-        if self._streams and tap.first_s is not None:
+        if self._streams and tap.first_s is not None and placement.sequences == 1:
             # If the engine does not report it, each event counts as one token.
             tokens = completion_tokens or tap.events
             if tokens >= TOKENS_MIN:
@@ -382,16 +414,23 @@ class RequestWatch:
     def _count_prompt(self, report: ReuseReport, placement: Placement) -> None:
         """Count the prompt of a complete answer, and those of its tokens that were not computed."""
         reused_tokens, usage = report.delivered, report.usage
-        if placement.prefilled_at is not None or reused_tokens is None:
+        names: Sequence[int] = placement.names
+        if self._list is not None or placement.sequences > 1:
+            # The report covers one prompt or one answer, so the prediction stands for the others.
+            names = names if self._list is None else ()
+            reused_tokens = placement.predicted_tokens
+            if report.predicted is not None and report.delivered is not None:
+                reused_tokens += report.delivered - report.predicted
+        elif placement.prefilled_at is not None or reused_tokens is None:
             # A decode worker reports tokens as cached that the prefill worker computed, so its report cannot be used.
             is_known = self._predicted or placement.prefilled_at is not None
             reused_tokens = placement.predicted_tokens if is_known else 0
         num_tokens = placement.num_tokens if usage is None else usage.prompt_tokens
         self._quality.traffic.answered(
             placement.prefilled_at or placement.worker,
-            placement.names,
+            names,
             num_tokens,
-            reused_tokens,
+            max(0, reused_tokens),
         )
 
     def _judge(self, report: ReuseReport, tap: AnswerTap, placement: Placement, metrics: WorkerQualityMetrics) -> None:
@@ -399,18 +438,21 @@ class RequestWatch:
         judge = quality.of(placement.worker)
         # Evidence from another life is about a process that has ended, or about more than one process.
         same_life = judge.life == self._life
-        if self._predicted and report.usage is not None:
+        if self._counted and report.usage is not None:
             if same_life:
                 judge.counted(placement.num_tokens, report.usage.prompt_tokens)
             if report.usage.prompt_tokens != placement.num_tokens:
                 measures.length_mismatches(placement.worker).inc()
         if report.predicted is None or report.expected is None or report.delivered is None:
             metrics.outcomes[PredictionOutcome.UNJUDGED].inc()
-            reason = _unjudged_reason(report, tap)
+            reason = "several" if placement.sequences > 1 else _unjudged_reason(report, tap)
             measures.unjudged[reason].inc()
             measures.unjudged_former[reason].inc()
             return
-        judge.sum_up(placement.num_tokens, report.predicted, report.delivered)
+        num_tokens = placement.num_tokens
+        if self._list is not None and not quality.sums_lists(placement.worker):
+            num_tokens = self._list.parts[-1].num_tokens
+        judge.sum_up(num_tokens, report.predicted, report.delivered)
         error = report.delivered - report.predicted
         metrics.outcomes[outcome_of(report.predicted, report.delivered)].inc()
         metrics.predicted.inc(report.predicted)
@@ -427,8 +469,10 @@ class RequestWatch:
             placement.reused(report.delivered)
         hit = placement.choice.hit
         if same_life and not hit.approximate:
-            judge.judge(report.predicted, report.delivered, alone=tap.was_alone)
-            if report.delivered and tap.was_alone and hit.state == StreamState.LIVE and not hit.reason:
+            # The prompts of a list are at the worker at the same time.
+            is_alone = tap.was_alone and self._list is None
+            judge.judge(report.predicted, report.delivered, alone=is_alone)
+            if report.delivered and is_alone and hit.state == StreamState.LIVE and not hit.reason:
                 judge.reused(report.predicted, has_salt=self._has_salt)
 
 

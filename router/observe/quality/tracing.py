@@ -210,8 +210,11 @@ class RequestTrace:
         self._span.set_attribute("gen_ai.request.model", question.model)
         if request.max_tokens is not None:
             self._span.set_attribute("gen_ai.request.max_tokens", request.max_tokens)
-        known_tokens = 0 if question.token_ids is None else len(question.token_ids)
-        attributes = {"kvrouter.prompt_tokens": question.num_tokens, "kvrouter.known_tokens": known_tokens}
+        attributes = {
+            "kvrouter.prompt_tokens": question.num_tokens,
+            "kvrouter.known_tokens": question.known_tokens or 0,
+            "kvrouter.prompts": question.num_prompts,
+        }
         self._child("tokens", self._step_s, now, attributes)
         self._step_s = now
 

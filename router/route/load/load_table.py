@@ -78,6 +78,8 @@ class Reservation(msgspec.Struct, gc=False):
     prefill_tokens: int
     decode_tokens: int
     made_s: float
+    # The number of requests as its engine counts them: each prompt of a list and each answer to a prompt is one.
+    requests: int = 1
     # Whether it is part of the worker's load; False after its engine reported that it is idle.
     counts: bool = True
 
@@ -121,9 +123,23 @@ class LoadTable:
     # -- load of this process
 
     def reserve(
-        self, selection_id: str, worker: WorkerKey, prefill_tokens: int, decode_tokens: int, now: float
+        self,
+        selection_id: str,
+        worker: WorkerKey,
+        prefill_tokens: int,
+        decode_tokens: int,
+        now: float,
+        requests: int = 1,
     ) -> list[str]:
         """Count a request at a worker from now on, and return the ids of the old reservations dropped to make room.
+
+        Args:
+            selection_id: The id of the reservation.
+            worker: The worker.
+            prefill_tokens: The tokens to compute before the first token.
+            decode_tokens: The tokens that are held while it is decoded.
+            now: The current time.
+            requests: The number of requests that its engine makes of it.
 
         Raises:
             Conflict: The id is in use.
@@ -134,10 +150,10 @@ class LoadTable:
         while len(self._reservations) >= self._max:
             dropped.append(next(iter(self._reservations)))
             self.release(dropped[-1], now)
-        reservation = Reservation(worker, prefill_tokens, decode_tokens, now)
+        reservation = Reservation(worker, prefill_tokens, decode_tokens, now, requests)
         self._reservations[selection_id] = reservation
         self._join_queue(selection_id, reservation)
-        self._add(worker, prefill_tokens, decode_tokens, 1, now)
+        self._add(worker, prefill_tokens, decode_tokens, requests, now)
         return dropped
 
     def prefill_done(self, selection_id: str, now: float) -> bool:
@@ -171,7 +187,7 @@ class LoadTable:
         reservation.made_s, reservation.counts = now, True
         self._reservations[selection_id] = reservation
         self._join_queue(selection_id, reservation)
-        self._add(reservation.worker, reservation.prefill_tokens, reservation.decode_tokens, 1, now)
+        self._add(reservation.worker, reservation.prefill_tokens, reservation.decode_tokens, reservation.requests, now)
 
     def release(self, selection_id: str, now: float) -> bool:
         """Stop counting a reservation and forget it; return False if this process has no such reservation."""
@@ -227,7 +243,9 @@ class LoadTable:
     def _uncount(self, reservation: Reservation, now: float) -> None:
         if reservation.counts:
             reservation.counts = False
-            self._add(reservation.worker, -reservation.prefill_tokens, -reservation.decode_tokens, -1, now)
+            self._add(
+                reservation.worker, -reservation.prefill_tokens, -reservation.decode_tokens, -reservation.requests, now
+            )
 
     def _add(self, worker: WorkerKey, prefill_tokens: int, decode_tokens: int, requests: int, now: float) -> None:
         before = self._own.get(worker, NOTHING)

@@ -181,18 +181,20 @@ def _reason(
     context: ChoiceContext,
 ) -> str:
     """Return the sentence that explains a choice to people."""
-    hit, num_tokens = hits[chosen], context.num_tokens
+    hit, whole = hits[chosen], f"{context.num_tokens} tokens"
+    if context.num_prompts > 1:
+        whole += f" of {context.num_prompts} prompts"
     tokens = hit.tokens
     if context.blind:
         text = "no reuse can be predicted, because the prompt's tokens are not known"
     elif tokens == 0:
-        text = f"no worker holds a reusable prefix of the {num_tokens} tokens"
+        text = f"no worker holds a reusable prefix of the {whole}"
         if hits[best].tokens:
-            text = f"computes all {num_tokens} tokens"
+            text = f"computes all {whole}"
     elif hit.approximate:
-        text = f"approximate: {tokens} of {num_tokens} tokens were sent there before"
+        text = f"approximate: {tokens} of {whole} were sent there before"
     else:
-        text = f"reuses {tokens} of {num_tokens} tokens ({_origins(hit.by_tier)})"
+        text = f"reuses {tokens} of {whole} ({_origins(hit.by_tier)})"
     if (coming := context.pending.get(hit.worker, 0)) > tokens:
         text += f"; {coming} tokens of it are being computed there"
     if lost:

@@ -100,6 +100,8 @@ class ChoiceContext(msgspec.Struct, frozen=True, gc=False):
     busy: float = 0.5
     # The part of the memory that the prompt's API key holds, None if that is no more than its fair part.
     key_share: KeyShare | None = None
+    # The number of prompts that are placed together; hits and `num_tokens` are their sums.
+    num_prompts: int = 1
 
 
 class Candidate(msgspec.Struct, frozen=True):

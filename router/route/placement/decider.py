@@ -8,7 +8,7 @@ this module applies them to the fleet and remembers which prompts went to which 
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -25,6 +25,7 @@ from kvrouter.router.route.load.busy_share import BusyShare
 from kvrouter.router.route.load.key_shares import KeyShares
 from kvrouter.router.route.load.pending_prefixes import (
     PENDING_TTL_S,
+    PIECE_TOKENS,
     SELECTED_TTL_S,
     SETTLE_S,
     PendingPrefixes,
@@ -38,7 +39,7 @@ from kvrouter.router.route.load.worker_load import LoadModel
 from kvrouter.router.route.placement.admission_queue import RETRY_AFTER_S
 from kvrouter.router.route.placement.candidates import candidates, no_worker_error, split_by_role
 from kvrouter.router.route.placement.choose import Choice, choose
-from kvrouter.router.route.placement.copies import copies_of
+from kvrouter.router.route.placement.copies import NO_COPIES, copies_of
 from kvrouter.router.route.placement.cost import ChoiceContext
 from kvrouter.router.route.placement.expected_reuse import ExpectedReuse, ReuseShares
 from kvrouter.router.route.placement.lost_reuse import count_losses
@@ -223,27 +224,54 @@ class Decider:
         return [hit.worker for hit in hits]
 
     def _names(self, question: Question) -> tuple[list[int], int]:
-        """Return the names of the prompt's prefixes, and the tokens between them."""
-        return names_of(question, self._fleet.hash_block_size(question.model), self._pending_seed)
+        """Return the names of the prompt's prefixes, and the tokens between them; of a list, all prompts' names."""
+        block_size = self._fleet.hash_block_size(question.model)
+        if question.parts:
+            of_parts = [names_of(part, block_size, self._pending_seed)[0] for part in question.parts]
+            return [name for names in of_parts for name in names], PIECE_TOKENS
+        return names_of(question, block_size, self._pending_seed)
 
     def _context(self, request: PlacementRequest, names: list[int], step_tokens: int, now: float) -> ChoiceContext:
         """Return the context of a choice for the request."""
         question = request.question
         writes, traffic = self._fleet.writes(question.model), self._models[question.model]
+        if question.parts:
+            # The beginnings of a list's prompts are not one beginning, so no copy of them is worth anything.
+            pending, copies = self._pending_parts(question, names, now), NO_COPIES
+        else:
+            pending = self._pending.tokens(names, step_tokens, question.num_tokens, now)
+            copies = copies_of(self._popular.counts(names), step_tokens, len(writes.workers))
         return ChoiceContext(
             num_tokens=question.num_tokens,
+            num_prompts=question.num_prompts,
             weights=self._weights,
-            pending=self._pending.tokens(names, step_tokens, question.num_tokens, now),
+            pending=pending,
             session=self._sessions.find(question.model, request.session_id, now) if request.session_id else None,
             policy=self._policy,
             turn=traffic.turns,
             blind=question.is_blind,
             now=now,
             writes=writes,
-            copies=copies_of(self._popular.counts(names), step_tokens, len(writes.workers)),
+            copies=copies,
             key_share=traffic.keys.share(request.fair_key),
             busy=traffic.busy.at_least(self._busy_now(question.model, len(writes.workers))),
         )
+
+    def _pending_parts(self, question: Question, names: list[int], now: float) -> dict[WorkerKey, int]:
+        """Return how many tokens of the beginnings of a list's prompts each worker is computing.
+
+        Args:
+            question: The prompts.
+            names: The names of all prompts' prefixes, one for each whole piece of a prompt.
+            now: The current time.
+        """
+        pending: Counter[WorkerKey] = Counter()
+        start = 0
+        for part in question.parts:
+            end = start + (part.known_tokens or 0) // PIECE_TOKENS
+            pending.update(self._pending.tokens(names[start:end], PIECE_TOKENS, part.num_tokens, now))
+            start = end
+        return pending
 
     def _busy_now(self, model: str, workers: int) -> float:
         """Return the share of the model's workers that compute a prompt now."""
@@ -270,7 +298,7 @@ class Decider:
             arriving: Tokens of the prompt on their way to each worker by a hand-over.
             wants_any: Whether the client left any prefill worker in.
         """
-        if not request.may_hand_over or request.pinned is not None:
+        if not request.may_hand_over or request.pinned is not None or request.sequences > 1:
             outcome = PrefillOutcome.REQUEST
         elif prefill_hits:
             choice, outcome = with_prefill(choice, prefill_hits, context, self._rules, self._rng, arriving=arriving)
@@ -317,7 +345,8 @@ class Decider:
         worker, names = choice.hit.worker, prompt.names
         ttl_s = PENDING_TTL_S if reserved else SELECTED_TTL_S
         self._fleet.sent(request.question, worker)
-        self._popular.placed(prompt)
+        if not request.question.parts:
+            self._popular.placed(prompt)
         writes, traffic = self._fleet.writes(worker.model), self._models[worker.model]
         traffic.turns += 1
         computing = choice if choice.prefill is None else choice.prefill
@@ -344,7 +373,7 @@ class Decider:
         """Return the reuse expected at the chosen worker, or None if nothing is known besides its hit."""
         hit = choice.hit
         # An approximate hit already counts the prompts that were sent to the worker.
-        if hit.approximate or question.without_cache or choice.prefill is not None:
+        if hit.approximate or question.without_cache or question.parts or choice.prefill is not None:
             return None
         rule = self._fleet.resume_rule(hit.worker)
         if rule is None:

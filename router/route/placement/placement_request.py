@@ -15,6 +15,9 @@ from kvrouter.router.route.placement.choose import Choice
 
 # The largest max_tokens, which a trace can still hold. A request with a larger value has no limit.
 MAX_LIMIT_TOKENS = 2**63 - 1
+# The most answers to one prompt that vLLM generates; it refuses a larger `n`. Source: vLLM 0.33.0
+# (VLLM_MAX_N_SEQUENCES).
+MAX_ANSWERS = 16_384
 
 
 class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
@@ -37,6 +40,16 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     keeps_comparison: bool = False
     # Name of the API key that the request came with.
     key_name: str = ""
+    # The number of answers to each prompt, as with OpenAI's `n`. The engine runs each as a sequence of its own.
+    answers: int = 1
+    # Whether the engine's report of reused tokens is about the prompt that was placed. With several answers, it is
+    # about one of them, which may reuse what another one has just computed.
+    is_comparable: bool = True
+
+    @property
+    def sequences(self) -> int:
+        """The number of sequences that the engine runs for this request."""
+        return self.question.num_prompts * self.answers
 
     @property
     def fair_key(self) -> str:
@@ -97,12 +110,14 @@ class Placement:
 
     __slots__ = (
         "_ends",
+        "answers",
         "choice",
         "decode_tokens",
         "first_token_s",
         "has_moved",
         "is_watched",
         "names",
+        "num_prompts",
         "num_tokens",
         "placed_s",
         "predicted_tokens",
@@ -124,6 +139,8 @@ class Placement:
         num_tokens: int,
         decode_tokens: int,
         placed_s: float,
+        num_prompts: int = 1,
+        answers: int = 1,
     ) -> None:
         self._ends = ends
         self.selection_id = selection_id
@@ -133,7 +150,11 @@ class Placement:
         self.url = choice.url
         self.choice = choice
         self.names = names
+        # The length of all prompts, and their number.
         self.num_tokens = num_tokens
+        self.num_prompts = num_prompts
+        # The number of answers to each of them.
+        self.answers = answers
         # Tokens that it holds at the worker while it is decoded.
         self.decode_tokens = decode_tokens
         # Whether another worker than the chosen one serves it.
@@ -168,8 +189,12 @@ class Placement:
         self._ends.prefill_failed(self, request)
 
     def first_token(self) -> None:
-        """Report the first token, which ends the prefill; repeating it changes nothing."""
-        self._ends.first_token(self)
+        """Report the first token, which ends the prefill; repeating it changes nothing.
+
+        The first token of a list is that of one prompt, while others still wait, so it ends nothing.
+        """
+        if self.num_prompts == 1:
+            self._ends.first_token(self)
 
     def served_by(self, hit: Hit) -> None:
         """Count the load at another worker than the chosen one from now on, because that one serves the request.
@@ -178,6 +203,11 @@ class Placement:
             hit: The hit of the worker that serves it.
         """
         self._ends.served_by(self, hit)
+
+    @property
+    def sequences(self) -> int:
+        """The number of sequences that the engine runs for this request."""
+        return self.num_prompts * self.answers
 
     @property
     def expected_tokens(self) -> int:

@@ -195,7 +195,16 @@ class Placer:
         if selection_id is not None:
             kept_choice = choice.alone()
             model, num_tokens, until_s = request.question.model, request.question.num_tokens, now + SELECTION_TTL_S
-            selected = Selected(model, kept_choice, prompt.names, num_tokens, request.max_tokens, until_s)
+            selected = Selected(
+                model,
+                kept_choice,
+                prompt.names,
+                num_tokens,
+                request.max_tokens,
+                until_s,
+                request.question.num_prompts,
+                request.answers,
+            )
             self._selections.keep(selection_id, selected)
         return choice
 
@@ -231,8 +240,16 @@ class Placer:
             choice = msgspec.structs.replace(choice, prefill_tokens=prefill_tokens)
         selection_id = request.selection_id or self.new_id()
         kept_choice = choice if request.question.explain or request.keeps_comparison else choice.alone()
+        question = request.question
         placement = self._reservations.book(
-            selection_id, kept_choice, prompt.names, request.question.num_tokens, request.max_tokens, now
+            selection_id,
+            kept_choice,
+            prompt.names,
+            question.num_tokens,
+            request.max_tokens,
+            now,
+            question.num_prompts,
+            request.answers,
         )
         self._record(selection_id, request, choice)
         self._decider.record_choice(request, choice, prompt, now, reserved=True)
@@ -258,7 +275,14 @@ class Placer:
                 "this process, or its worker is gone; send worker_id and the prompt, or use /select_and_reserve"
             )
         placement = self._reservations.book(
-            selection_id, selected.choice, selected.names, selected.num_tokens, selected.max_tokens, now
+            selection_id,
+            selected.choice,
+            selected.names,
+            selected.num_tokens,
+            selected.max_tokens,
+            now,
+            selected.num_prompts,
+            selected.answers,
         )
         self._selections.drop(selection_id)
         self._decider.mark_pending(selected.choice.hit.worker, selected.names, now)

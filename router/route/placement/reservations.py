@@ -55,23 +55,45 @@ class Reservations:
         self._placements: dict[str, Placement] = {}
 
     def book(
-        self, selection_id: str, choice: Choice, names: list[int], num_tokens: int, max_tokens: int | None, now: float
+        self,
+        selection_id: str,
+        choice: Choice,
+        names: list[int],
+        num_tokens: int,
+        max_tokens: int | None,
+        now: float,
+        num_prompts: int = 1,
+        answers: int = 1,
     ) -> Placement:
-        """Count the load of a choice from now on, and return its placement."""
+        """Count the load of a choice from now on, and return its placement.
+
+        Args:
+            selection_id: The id of the placement.
+            choice: The choice of the worker.
+            names: The names of the prompts' prefixes.
+            num_tokens: The length of all prompts.
+            max_tokens: The most tokens of an answer, or None if that is not known.
+            now: The current time.
+            num_prompts: The number of prompts.
+            answers: The number of answers to each prompt.
+        """
         output_tokens = min(max_tokens if max_tokens is not None else USUAL_OUTPUT_TOKENS, USUAL_OUTPUT_TOKENS)
-        decode_tokens = num_tokens + output_tokens // 2
-        placement = Placement(self, selection_id, choice, names, num_tokens, decode_tokens, now)
-        self._count(selection_id, choice, decode_tokens, now)
+        # Each answer is decoded with its prompt as its context.
+        decode_tokens = answers * (num_tokens + num_prompts * (output_tokens // 2))
+        placement = Placement(self, selection_id, choice, names, num_tokens, decode_tokens, now, num_prompts, answers)
+        self._count(selection_id, choice, decode_tokens, now, placement.sequences)
         self._placements[selection_id] = placement
-        self._weights.typical(choice.prefill_tokens, num_tokens)
+        self._weights.typical(choice.prefill_tokens / num_prompts, num_tokens / num_prompts)
         if choice.prefill is not None:
             self._begin_prefill(placement, choice.prefill, now)
         self._changed()
         return placement
 
-    def _count(self, reservation_id: str, choice: Choice, decode_tokens: int, now: float) -> None:
+    def _count(self, reservation_id: str, choice: Choice, decode_tokens: int, now: float, sequences: int = 1) -> None:
         """Reserve load at the chosen worker, and forget the placements dropped for it."""
-        dropped = self._table.reserve(reservation_id, choice.hit.worker, choice.prefill_tokens, decode_tokens, now)
+        dropped = self._table.reserve(
+            reservation_id, choice.hit.worker, choice.prefill_tokens, decode_tokens, now, sequences
+        )
         self._forget(dropped, "no_room")
         self._metrics.reservations.inc()
 
@@ -139,7 +161,7 @@ class Reservations:
             self._decider.computed(part.worker, placement.names, now)
             self._decider.mark_pending(placement.worker, placement.names, now)
             self._end_prefill(placement, now)
-        elif placement.prefilled_at is None and not placement.has_moved:
+        elif placement.prefilled_at is None and not placement.has_moved and placement.num_prompts == 1:
             self._learn(placement.choice, placement.num_tokens, now - placement.placed_s)
         self._table.prefill_done(placement.selection_id, now)
         self._decider.computed(placement.worker, placement.names, now)
@@ -159,7 +181,7 @@ class Reservations:
             placement.predicted_tokens = hit.tokens
         placement.choice = msgspec.structs.replace(placement.choice, hit=hit, prefill_tokens=prefill_tokens)
         placement.worker, placement.has_moved = hit.worker, True
-        self._count(placement.selection_id, placement.choice, placement.decode_tokens, now)
+        self._count(placement.selection_id, placement.choice, placement.decode_tokens, now, placement.sequences)
         self._decider.mark_pending(hit.worker, placement.names, now)
         self._freed()
 
@@ -184,7 +206,7 @@ class Reservations:
             if placement.prefill is not None:
                 self._decider.failed(placement.prefill.worker, placement.names, now)
                 self._end_prefill(placement, now)
-        elif output_tokens is not None and placement.first_token_s is not None:
+        elif output_tokens is not None and placement.first_token_s is not None and placement.sequences == 1:
             self._weights.rates_of(placement.worker).decoded(output_tokens - 1, now - placement.first_token_s)
         self._metrics.ended["released"].inc()
         self._freed()
@@ -195,8 +217,9 @@ class Reservations:
             self._decider.reused(placement.choice, tokens)
 
     def _computed(self, placement: Placement) -> None:
-        """Count the prompt's length at the worker that computed it."""
-        self._weights.prompts.add(placement.prefilled_at or placement.worker, placement.num_tokens)
+        """Count the prompt's length, or the mean length of several, at the worker that computed it."""
+        mean_tokens = placement.num_tokens // placement.num_prompts
+        self._weights.prompts.add(placement.prefilled_at or placement.worker, mean_tokens)
 
     def _learn(self, choice: Choice, num_tokens: int, seconds: float) -> None:
         """Learn how long a worker took for a prompt, from its request to its first token.
@@ -235,7 +258,7 @@ class Reservations:
         self._traffic.of(placement.worker.model).requests += 1
         self._traffic.answered(
             placement.prefilled_at or placement.worker,
-            placement.names,
+            placement.names if placement.num_prompts == 1 else (),
             placement.num_tokens,
             placement.predicted_tokens,
         )

@@ -28,6 +28,9 @@ class Selected(NamedTuple):
     num_tokens: int
     max_tokens: int | None
     expiry_s: float
+    num_prompts: int = 1
+    # The number of answers to each prompt.
+    answers: int = 1
 
 
 class Selections:

@@ -66,6 +66,12 @@ class Prompt(msgspec.Struct, frozen=True, eq=False, gc=False):
     items: Items = ()
     # Whether a queried engine may have begun to process the request and then failed to answer.
     broke_engine: bool = False
+    # The number of prompts, of which `num_tokens` is the sum.
+    num_prompts: int = 1
+    # The prompts of a list that were looked up; the last one is the list's last prompt. Empty for one prompt.
+    parts: tuple[Prompt, ...] = ()
+    # Whether the length of the list's other prompts is exact.
+    others_counted: bool = False
 
     def question(self, model: str, **others: Any) -> Question:
         """Return the question to the index for this prompt's known tokens and length.
@@ -75,19 +81,35 @@ class Prompt(msgspec.Struct, frozen=True, eq=False, gc=False):
             **others: Further fields of `Question`.
         """
         if self.token_ids is None or not len(self.token_ids):
+            if self.num_prompts > 1:
+                others |= self._list_fields(model, others)
             return Question(model, self.num_tokens, block_hashes=np.empty(0, np.uint64), **others)
         return Question(model, self.num_tokens, token_ids=self.token_ids, items=self.items, **others)
+
+    def _list_fields(self, model: str, others: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of the question for a list of prompts."""
+        hashed = {name: others[name] for name in HASHED if name in others}
+        return {
+            "num_prompts": self.num_prompts,
+            "parts": tuple(part.question(model, **hashed) for part in self.parts),
+            "others_counted": self.others_counted,
+        }
+
+
+# The fields of a question that decide the hashes and the hits of each prompt.
+HASHED = ("lora_name", "cache_salt", "without_cache")
 
 
 class TokensUnknown(Exception):
     """The error for tokens that cannot be found, at least not in this way."""
 
-    def __init__(self, reason: Reason, problem: str, *, broke_engine: bool = False) -> None:
+    def __init__(self, reason: Reason, problem: str, *, broke_engine: bool = False, num_prompts: int = 1) -> None:
         super().__init__(problem)
         self.reason: Reason = reason
         self.problem = problem
         # As in `Prompt`: no other engine should be queried then.
         self.broke_engine = broke_engine
+        self.num_prompts = num_prompts
 
 
 def estimated_tokens(size_bytes: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,6 +30,7 @@ from kvrouter.router.route.tokens.client_body import (
     is_given,
 )
 from kvrouter.router.route.tokens.generate_bodies import check_sglang_blocks, sglang_prompt, vllm_prompt
+from kvrouter.router.route.tokens.prompt_list import PromptList, prompts_of
 from kvrouter.router.route.tokens.prompt_tokens import Prompt, TokensUnknown
 
 Kind = Literal["chat", "text", "responses", "messages"]
@@ -79,8 +80,6 @@ MEDIA_KEYS = frozenset(
 )
 
 NULL = b"null"
-
-_items = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class TokenRequest:
@@ -183,6 +182,15 @@ class TokenRequest:
         return TokenRequest(self.kind, fields)
 
 
+class ListRequest(NamedTuple):
+    """The prompts of a list before they are tokenized."""
+
+    # The prompts to look up, in their order; the last one is the list's last prompt.
+    prompts: list[TokenRequest | NDArray[np.int64]]
+    # All prompts of the list.
+    whole: PromptList
+
+
 def cuts_cleanly(request: TokenRequest, at: int) -> bool:
     """Return whether a prompt that ends before message `at` begins in the same way as the whole prompt.
 
@@ -194,8 +202,8 @@ def cuts_cleanly(request: TokenRequest, at: int) -> bool:
     )
 
 
-def read(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64] | Prompt:
-    """Return the request for tokens, or the ids if the client sent them (int64); of several prompts, the first decides.
+def read(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64] | ListRequest | Prompt:
+    """Return the request for tokens, or the ids if the client sent them (int64); or several prompts, each as such.
 
     Ids with further facts, such as the places of media among them, are a `Prompt`.
 
@@ -225,16 +233,35 @@ def read(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64] | Prom
             )
         return TokenRequest("responses", relevant)
     if path == EMBEDDINGS_PATH and "input" in relevant:
-        first = _first_prompt(relevant["input"]) if body.ids is None else _given(body.ids)
-        if not isinstance(first, msgspec.Raw):
-            return first
+        return _input(path, relevant["input"], body.ids)
     if path in (GENERATE_PATH, SGLANG_GENERATE_PATH):
         return _generate(path, fields, body.ids)
-    raise TokensUnknown("unsupported", f"{path}: its tokens are not looked up; it is placed by load")
+    raise _not_looked_up(path)
+
+
+def _not_looked_up(path: str, num_prompts: int = 1) -> TokensUnknown:
+    problem = f"{path}: its tokens are not looked up; it is placed by load"
+    return TokensUnknown("unsupported", problem, num_prompts=num_prompts)
+
+
+def _input(path: str, field: msgspec.Raw, ids: NDArray[np.uint64] | None) -> NDArray[np.int64] | ListRequest:
+    """Return the token ids of an embedding's input, or of several inputs; texts are not looked up."""
+    if ids is not None:
+        return _given(ids)
+    inputs = prompts_of(field)
+    prompts = [_one_prompt(prompt) for prompt in (inputs.prompts if isinstance(inputs, PromptList) else [inputs])]
+    given: list[TokenRequest | NDArray[np.int64]] = [ids for ids in prompts if not isinstance(ids, msgspec.Raw)]
+    if len(given) < len(prompts):
+        raise _not_looked_up(path, inputs.num_prompts if isinstance(inputs, PromptList) else 1)
+    if isinstance(inputs, PromptList):
+        return ListRequest(given, inputs)
+    (only,) = given
+    assert not isinstance(only, TokenRequest)
+    return only
 
 
 def _generate(path: str, fields: dict[str, msgspec.Raw], ids: NDArray[np.uint64] | None) -> TokenRequest | Prompt:
-    """Return the prompt of an engine's own path for ids, or the request of its text."""
+    """Return the prompt of an engine's own path for ids, or the request of its text; a list of prompts goes by load."""
     if path == GENERATE_PATH:
         if ids is None and not is_given(fields, "token_ids"):
             raise BadQuestion("token_ids is missing")
@@ -243,13 +270,19 @@ def _generate(path: str, fields: dict[str, msgspec.Raw], ids: NDArray[np.uint64]
     name = "input_ids" if ids is not None or is_given(fields, "input_ids") else "text"
     if ids is None and not is_given(fields, name):
         raise BadQuestion("text and input_ids are missing: one of them is needed")
-    first = _first_prompt(fields[name]) if ids is None else _given(ids)
-    if not isinstance(first, msgspec.Raw):
-        return sglang_prompt(fields, first)
+    if ids is not None:
+        return sglang_prompt(fields, _given(ids))
+    prompts = prompts_of(fields[name])
+    if isinstance(prompts, PromptList):
+        # Each answer of the list that the engine returns has the report of its own prompt alone.
+        raise _not_looked_up(path, prompts.num_prompts)
+    prompt = _one_prompt(prompts)
+    if not isinstance(prompt, msgspec.Raw):
+        return sglang_prompt(fields, prompt)
     if name == "input_ids":
         raise BadQuestion("input_ids is a text; send it as text")
     # The engine makes the same tokens of a text as in a completion.
-    return TokenRequest("text", {"prompt": first})
+    return TokenRequest("text", {"prompt": prompt})
 
 
 def _chat(relevant: dict[str, msgspec.Raw], fields: dict[str, msgspec.Raw]) -> TokenRequest | NDArray[np.int64]:
@@ -290,36 +323,37 @@ def _message(fields: dict[str, msgspec.Raw]) -> TokenRequest:
 
 def _text(
     relevant: dict[str, msgspec.Raw], truncated: bool, ids: NDArray[np.uint64] | None
-) -> TokenRequest | NDArray[np.int64]:
-    """Return the request of a completion, or its ids."""
+) -> TokenRequest | NDArray[np.int64] | ListRequest:
+    """Return the request of a completion, its ids, or its prompts."""
     if bytes(relevant.get("prompt_embeds", NULL)) != NULL:
         raise TokensUnknown("embeds", "prompt_embeds have no token ids, so nothing of them is known to be cached")
     if ids is None and bytes(relevant.get("prompt", NULL)) == NULL:
         raise BadQuestion("prompt is missing: a completion needs one")
-    first = _first_prompt(relevant["prompt"]) if ids is None else _given(ids)
-    if isinstance(first, msgspec.Raw):
-        return TokenRequest("text", relevant | {"prompt": first})
-    if truncated:
-        return TokenRequest("text", relevant | {"prompt": msgspec.Raw(msgspec.json.encode(first.tolist()))})
-    return first
+
+    def one(prompt: msgspec.Raw | NDArray[np.uint64]) -> TokenRequest | NDArray[np.int64]:
+        read_prompt = _one_prompt(prompt)
+        if isinstance(read_prompt, msgspec.Raw):
+            return TokenRequest("text", relevant | {"prompt": read_prompt})
+        if truncated:
+            return TokenRequest("text", relevant | {"prompt": msgspec.Raw(msgspec.json.encode(read_prompt.tolist()))})
+        return read_prompt
+
+    if ids is not None:
+        return one(ids)
+    prompts = prompts_of(relevant["prompt"])
+    if isinstance(prompts, PromptList):
+        return ListRequest([one(prompt) for prompt in prompts.prompts], prompts)
+    return one(prompts)
 
 
-def _first_prompt(prompt: msgspec.Raw, *, of_many: bool = False) -> msgspec.Raw | NDArray[np.int64]:
-    """Return the only or the first prompt: its text, still as JSON, or its ids."""
-    raw = bytes(prompt).strip()
-    if raw.startswith(b'"'):
-        return prompt
-    if not raw.startswith(b"["):
-        raise BadQuestion("prompt is neither text nor token ids")
-    inner = raw[1:].lstrip()
-    if inner.startswith((b'"', b"[")):
-        if of_many:
-            raise BadQuestion("prompt is nested too deeply: write a text, token ids, or a list of either")
-        try:
-            first = _items.decode(raw)[0]
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise BadQuestion(f"prompt cannot be read: {error}", code="malformed_body") from None
-        return _first_prompt(first, of_many=True)
+def _one_prompt(prompt: msgspec.Raw | NDArray[np.uint64]) -> msgspec.Raw | NDArray[np.int64]:
+    """Return a prompt: its text, still as JSON, or its ids."""
+    if isinstance(prompt, msgspec.Raw):
+        raw = bytes(prompt).strip()
+        if raw.startswith(b'"'):
+            return prompt
+        if not raw.startswith(b"["):
+            raise BadQuestion("prompt is neither text nor token ids")
     return _given(prompt)
 
 

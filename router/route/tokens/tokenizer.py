@@ -35,9 +35,10 @@ from kvrouter.router.route.tokens.engine.wire import (
     tokenized_ids,
 )
 from kvrouter.router.route.tokens.prompt_cache import Key, PromptMemory
+from kvrouter.router.route.tokens.prompt_list import SPLIT_PROMPTS, PromptList
 from kvrouter.router.route.tokens.prompt_tokens import FoundTokens, Prompt, TokensUnknown, estimated_tokens
 from kvrouter.router.route.tokens.token_metrics import TokenMetrics
-from kvrouter.router.route.tokens.token_request import TokenRequest, cuts_cleanly, read
+from kvrouter.router.route.tokens.token_request import ListRequest, TokenRequest, cuts_cleanly, read
 from kvrouter.router.route.tokens.unknown_prompts import UnknownPrompts
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,8 @@ STAND_INS = ("A", "7")
 # The share of the deadline for an engine's render of a prompt with media, which may fetch a picture first. The rest is
 # for finding the text before the media.
 MEDIA_SHARE = 0.6
+# The share of the deadline for each prompt of a list, all of which are looked up at the same time.
+LIST_SHARE = 0.9
 
 T = TypeVar("T")
 
@@ -170,16 +173,18 @@ class TextTokenizer:
             BadQuestion: The body cannot be read.
         """
         start_s = self._clock()
-        request: TokenRequest | NDArray[np.int64] | Prompt | TokensUnknown | None = None
+        request: TokenRequest | NDArray[np.int64] | ListRequest | Prompt | TokensUnknown | None = None
         if body.ids is not None or len(body.raw) <= READ_BYTES:
             try:
                 request = read(path, body)
             except TokensUnknown as unknown:
                 request = unknown
-        if request is None or isinstance(request, TokenRequest):
-            prompt = await self._prompt(path, model, body, request, authorization)
-        elif isinstance(request, TokensUnknown):
+        if isinstance(request, TokensUnknown):
             prompt = _unknown(request, len(body.raw))
+        elif request is None or isinstance(request, TokenRequest) or _has_texts(request):
+            prompt = await self._prompt(path, model, body, request, authorization)
+        elif isinstance(request, ListRequest):
+            prompt = given_list(request)
         else:
             # The request itself contains all token ids, so this needs no deadline and no place in the queue of waiting
             # requests.
@@ -200,7 +205,7 @@ class TextTokenizer:
         path: str,
         model: str,
         body: ClientBody,
-        request: TokenRequest | NDArray[np.int64] | Prompt | None,
+        request: TokenRequest | NDArray[np.int64] | ListRequest | Prompt | None,
         authorization: str | None,
     ) -> Prompt:
         """Find the tokens within the deadline.
@@ -222,6 +227,12 @@ class TextTokenizer:
             async with asyncio.timeout(self._timeout_s):
                 if request is None:
                     request = await self._in_thread(lambda: _whole(path, body))
+                if isinstance(request, ListRequest):
+                    return (
+                        await self._listed(model, request, authorization)
+                        if _has_texts(request)
+                        else given_list(request)
+                    )
                 if not isinstance(request, TokenRequest):
                     return _given(request)
                 if request.media_at is not None:
@@ -232,10 +243,35 @@ class TextTokenizer:
         except TokensUnknown as unknown:
             return _unknown(unknown, size_bytes)
         except TimeoutError:
-            problem = f"its tokens were not found within {self._timeout_s:g} s: engines answer slowly; raise tokenize_timeout_s"
-            return _unknown(TokensUnknown("timeout", problem), size_bytes)
+            return _unknown(self._too_late(), size_bytes)
         finally:
             self._waiting -= 1
+
+    async def _listed(self, model: str, request: ListRequest, authorization: str | None) -> Prompt:
+        """Return the prompts of a list, each with its tokens as far as they are found in time."""
+        parts = await asyncio.gather(*(self._part(model, prompt, authorization) for prompt in request.prompts))
+        return list_of(parts, request.whole)
+
+    async def _part(self, model: str, prompt: TokenRequest | NDArray[np.int64], authorization: str | None) -> Prompt:
+        """Return one prompt of a list."""
+        if not isinstance(prompt, TokenRequest):
+            return Prompt(len(prompt), prompt, "given")
+        try:
+            # A little less than the whole list has, so that one slow prompt does not lose the others.
+            async with asyncio.timeout(self._timeout_s * LIST_SHARE):
+                # Many short texts are as long as one long text, which a thread tokenizes.
+                ids, source, items = await self._found(model, prompt, authorization, at_once=False)
+                return Prompt(len(ids), ids, source, items=items)
+        except TokensUnknown as unknown:
+            return _unknown(unknown, prompt.size_bytes)
+        except TimeoutError:
+            return _unknown(self._too_late(), prompt.size_bytes)
+
+    def _too_late(self) -> TokensUnknown:
+        return TokensUnknown(
+            "timeout",
+            f"its tokens were not found within {self._timeout_s:g} s: engines answer slowly; raise tokenize_timeout_s",
+        )
 
     async def _with_media(self, model: str, request: TokenRequest, at: int, authorization: str | None) -> Prompt:
         """Return the whole prompt if an engine's render names its media, else the part before the first media.
@@ -295,8 +331,16 @@ class TextTokenizer:
             reason="media",
         )
 
-    async def _found(self, model: str, request: TokenRequest, authorization: str | None) -> FoundTokens:
+    async def _found(
+        self, model: str, request: TokenRequest, authorization: str | None, *, at_once: bool = True
+    ) -> FoundTokens:
         """Return the tokens of a request, from the local tokenizer or from an engine.
+
+        Args:
+            model: The model as its workers are registered.
+            request: The request.
+            authorization: The header that the client sent for the engine.
+            at_once: Whether a short text may be tokenized in the event loop.
 
         Raises:
             TokensUnknown: Neither can make them.
@@ -306,7 +350,7 @@ class TextTokenizer:
             quirks = await self._trusted_local(model, request)
             if quirks is not None:
                 try:
-                    if request.size_bytes <= MAKE_BYTES:
+                    if at_once and request.size_bytes <= MAKE_BYTES:
                         return FoundTokens(local.ids(request, quirks), "local")
                     return FoundTokens(await self._in_thread(lambda: local.ids(request, quirks)), "local")
                 except TokensUnknown as unknown:
@@ -423,7 +467,7 @@ def _given(prompt: NDArray[np.int64] | Prompt) -> Prompt:
     return prompt if isinstance(prompt, Prompt) else Prompt(len(prompt), prompt, "given")
 
 
-def _whole(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64] | Prompt:
+def _whole(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64] | ListRequest | Prompt:
     """Read a long body with `read`, and compute now the properties that are otherwise computed later."""
     request = read(path, body)
     if isinstance(request, TokenRequest):
@@ -441,4 +485,52 @@ def _unknown(unknown: TokensUnknown, size_bytes: int) -> Prompt:
         reason=unknown.reason,
         refused=unknown.reason == "refused",
         broke_engine=unknown.broke_engine,
+        num_prompts=unknown.num_prompts,
     )
+
+
+def _has_texts(request: object) -> bool:
+    """Return whether it is a list with prompts that are not given as token ids."""
+    return isinstance(request, ListRequest) and any(isinstance(prompt, TokenRequest) for prompt in request.prompts)
+
+
+def given_list(request: ListRequest) -> Prompt:
+    """Return the prompts of a list that has token ids only."""
+    parts = [Prompt(len(ids), ids, "given") for ids in request.prompts if not isinstance(ids, TokenRequest)]
+    return list_of(parts, request.whole)
+
+
+def list_of(parts: Sequence[Prompt], whole: PromptList) -> Prompt:
+    """Return the prompts of a list as one, of which `parts` were looked up."""
+    # The first prompt with a problem speaks for the list.
+    spokesman = next((part for part in parts if part.reason is not None), parts[0] if parts else UNSPLIT)
+    looked_up_tokens = sum(part.num_tokens for part in parts)
+    if whole.num_prompts == len(parts):
+        num_tokens = looked_up_tokens
+    elif whole.counted:
+        num_tokens = whole.num_tokens
+    else:
+        # The texts that are not looked up are assumed to be as long as the others.
+        num_tokens = max(whole.num_tokens, looked_up_tokens)
+    return Prompt(
+        num_tokens,
+        None,
+        spokesman.source,
+        spokesman.problem,
+        reason=spokesman.reason,
+        refused=any(part.refused for part in parts),
+        broke_engine=any(part.broke_engine for part in parts),
+        num_prompts=whole.num_prompts,
+        parts=tuple(parts),
+        others_counted=whole.counted or whole.num_prompts == len(parts),
+    )
+
+
+# Stands for the prompts of a list that is too long to be split.
+UNSPLIT = Prompt(
+    1,
+    None,
+    "none",
+    f"more than {SPLIT_PROMPTS:,} prompts in one list are not looked up; they are placed by load",
+    reason="unsupported",
+)

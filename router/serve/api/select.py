@@ -24,7 +24,7 @@ from kvrouter.router.model.workers.registration_from_body import model_of
 from kvrouter.router.model.workers.role import HandoverWay
 from kvrouter.router.route.placement.candidates import Pin
 from kvrouter.router.route.placement.choose import Choice
-from kvrouter.router.route.placement.placement_request import MAX_LIMIT_TOKENS, Placement, PlacementRequest
+from kvrouter.router.route.placement.placement_request import MAX_ANSWERS, MAX_LIMIT_TOKENS, Placement, PlacementRequest
 from kvrouter.router.route.placement.placer import Placer
 from kvrouter.router.route.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
 from kvrouter.router.route.tokens.without_cache import engines_without_cache
@@ -186,8 +186,7 @@ class SelectRoutes:
         )
         await self._core.hash_ahead(question)
         reply = decide(_ask(body, question, request.bounds))
-        known_tokens = 0 if prompt.token_ids is None else len(prompt.token_ids)
-        source = TokensReply(prompt.source, prompt.num_tokens, known_tokens, prompt.problem)
+        source = TokensReply(prompt.source, prompt.num_tokens, question.known_tokens or 0, prompt.problem)
         return msgspec.structs.replace(reply, tokens=source)
 
     def _choose(self, request: PlacementRequest) -> SelectReply:
@@ -225,6 +224,7 @@ class SelectRoutes:
             model_name=question.model,
             routing_group=ROUTING_GROUP,
             isl_tokens=question.num_tokens,
+            num_prompts=question.num_prompts,
             block_size=block_size,
             potential_decode_blocks=decode_blocks(decode_tokens, block_size),
             reserved=reserved,
@@ -296,6 +296,7 @@ def _ask(body: Any, question: Question, bounds: KeyBounds | None) -> PlacementRe
         body.selection_id,
         dry_run=body.dry_run,
         key_name="" if bounds is None else bounds.key,
+        answers=min(body.n or 1, MAX_ANSWERS),
     )
 
 

@@ -243,7 +243,7 @@ class Picker:
             headers += [header for header in sent if header not in client.headers]
         body = given.body if given.body is not client.body else None
         question = placement_request.question
-        predicted = question.token_ids is not None and not question.is_guess and self._proxy.shows_hits
+        predicted = not question.is_blind and not question.is_guess and self._proxy.shows_hits
         observer = PickedRequest(
             request, placement, destination, self._endpoints, self._admission, self._metrics, predicted=predicted
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from kvrouter.router.route.tokens.client_body import CHAT_PATH, TEXT_PATH
+from kvrouter.router.route.tokens.client_body import CHAT_PATH, TEXT_PATH, ClientBody
 
 # The paths where vLLM reads `kv_transfer_params`.
 PATHS = frozenset({CHAT_PATH, TEXT_PATH})
@@ -58,14 +58,37 @@ class _Asked(msgspec.Struct):
     kv_transfer_params: Any = None
 
 
+class _Choice(msgspec.Struct):
+    finish_reason: Any = None
+
+
 class _Answered(msgspec.Struct):
-    """The field that is read from the answer of the prefill worker."""
+    """The fields that are read from the answer of the prefill worker."""
 
     kv_transfer_params: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"null"))
+    choices: list[_Choice] = []
+
+
+class _Params(msgspec.Struct):
+    """The field that says whether blocks are to be fetched; connectors other than vLLM's may not have it."""
+
+    do_remote_prefill: Any = True
+
+
+class NothingGiven(Exception):
+    """The error that a prefill worker answered without handing the prompt over.
+
+    `aborted` means that the engine gave the prompt up, so it holds no blocks for it.
+    """
+
+    def __init__(self, *, aborted: bool) -> None:
+        super().__init__()
+        self.aborted = aborted
 
 
 _asked = msgspec.json.Decoder(_Asked)
 _answered = msgspec.json.Decoder(_Answered)
+_params = msgspec.json.Decoder(_Params)
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -122,13 +145,44 @@ def prefill_body(raw: bytes) -> bytes:
     return msgspec.json.encode(body)
 
 
-def given_params(answer: bytes) -> msgspec.Raw | None:
-    """Return the `kv_transfer_params` for the decode worker, or None if the prefill worker's answer has none."""
+def given_params(answer: bytes) -> msgspec.Raw:
+    """Return the `kv_transfer_params` for the decode worker in the answer of the prefill worker.
+
+    vLLM's NixlConnector gives them if the prompt was computed, so `finish_reason` is "length" or "stop". The answer of
+    an aborted prompt has status 200 too; its blocks are free, whatever the answer says about them.
+
+    Raises:
+        NothingGiven: The answer hands nothing over.
+    """
     try:
-        params = bytes(_answered.decode(answer).kv_transfer_params)
+        answered = _answered.decode(answer)
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        return None
-    return msgspec.Raw(params) if params.startswith(b"{") and params != b"{}" else None
+        raise NothingGiven(aborted=False) from None
+    if any(choice.finish_reason == "abort" for choice in answered.choices):
+        raise NothingGiven(aborted=True)
+    params = bytes(answered.kv_transfer_params)
+    if params == b"{}" or not _fetches(params):
+        raise NothingGiven(aborted=False)
+    return msgspec.Raw(params)
+
+
+def is_received(body: ClientBody) -> bool:
+    """Return whether the client has had the prompt computed elsewhere, and its blocks are to be fetched from there.
+
+    The tokens that the engine then reports as cached are those that it fetched, or those of the other engine's cache.
+    """
+    params = body.fields.get(PARAMS)
+    return params is not None and b"do_remote_prefill" in bytes(params) and _fetches(bytes(params))
+
+
+def _fetches(params: bytes) -> bool:
+    """Return whether these parameters have blocks fetched."""
+    if not params.startswith(b"{"):
+        return False
+    try:
+        return bool(_params.decode(params).do_remote_prefill)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return False
 
 
 def decode_body(raw: bytes, params: msgspec.Raw) -> bytes:

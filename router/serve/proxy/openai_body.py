@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from kvrouter.router.base.common.errors import BadQuestion
-from kvrouter.router.route.placement.placement_request import MAX_LIMIT_TOKENS
+from kvrouter.router.route.placement.placement_request import MAX_ANSWERS, MAX_LIMIT_TOKENS
 from kvrouter.router.route.tokens.client_body import ClientBody
 
 # The names of the limit in `sampling_params`, in vLLM and in SGLang.
@@ -31,6 +31,9 @@ class OpenAIBody(msgspec.Struct):
     max_output_tokens: Any = None
     # The engines' own paths for token ids have the limit in here.
     sampling_params: Any = None
+    n: Any = None
+    best_of: Any = None
+    use_beam_search: Any = None
 
     @property
     def limit_tokens(self) -> int | None:
@@ -44,9 +47,23 @@ class OpenAIBody(msgspec.Struct):
         return None
 
     @property
+    def answers(self) -> int:
+        """The number of answers that an engine generates for each prompt; a beam search keeps `n` of them."""
+        if self.n is None and self.best_of is None and self.sampling_params is None:
+            return 1
+        params = self.sampling_params if isinstance(self.sampling_params, dict) else {}
+        return max(answers_of(self.n), answers_of(self.best_of), answers_of(params.get("n")))
+
+    @property
     def salt(self) -> str | None:
         """The cache salt, or None if it is absent, empty or not a string."""
         return self.cache_salt if isinstance(self.cache_salt, str) and self.cache_salt else None
+
+
+def answers_of(value: Any) -> int:
+    """Return the number of answers that a field such as `n` asks for; 1 if it is no valid number."""
+    valid = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_ANSWERS
+    return value if valid else 1
 
 
 FIELDS = OpenAIBody.__struct_fields__

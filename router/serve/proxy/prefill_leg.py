@@ -19,16 +19,25 @@ from kvrouter.router.model.upstream.failure import Failure, Kind
 from kvrouter.router.route.placement.placement_request import Placement, PlacementRequest, PrefillPart
 from kvrouter.router.serve.proxy.attempt import Attempt, named
 from kvrouter.router.serve.proxy.attempts import GONE_STATUSES
-from kvrouter.router.serve.proxy.kv_transfer_params import MAX_ANSWER_BYTES, decode_body, given_params, prefill_body
+from kvrouter.router.serve.proxy.kv_transfer_params import (
+    MAX_ANSWER_BYTES,
+    NothingGiven,
+    decode_body,
+    given_params,
+    prefill_body,
+)
 from kvrouter.router.serve.proxy.proxy_metrics import ProxyMetrics
 from kvrouter.router.serve.proxy.refused_requests import FIRST_SERVER_ERROR
 from kvrouter.router.serve.proxy.request_reader import Request
 from kvrouter.router.serve.proxy.worker_addresses import Addresses
 
 OK = 200
-# An outcome in `ProxyMetrics.handovers`.
+# Outcomes in `ProxyMetrics.handovers`.
 FAILED = "failed"
+DECLINED = "declined"
+ABORTED = "aborted"
 NOTHING_GIVEN = "its answers to prefills have no kv_transfer_params: start the engine with --kv-transfer-config"
+GAVE_UP = 'it gives prompts up (finish_reason "abort") that it is to compute for others: its log says why'
 
 
 class Given(NamedTuple):
@@ -133,9 +142,14 @@ class PrefillLeg:
         except BaseException:
             self._sending.give_up(sent)
             raise
-        params = given_params(bytes(answer)) if status == OK else None
-        if params is None and status == OK:
-            sent.exchange.spoiled(NOTHING_GIVEN)
+        params: msgspec.Raw | None = None
+        reason = DECLINED
+        if status == OK:
+            try:
+                params = given_params(bytes(answer))
+            except NothingGiven as nothing:
+                reason = ABORTED if nothing.aborted else DECLINED
+                sent.exchange.spoiled(GAVE_UP if nothing.aborted else NOTHING_GIVEN)
         self._sending.give_back(sent)
         if status in GONE_STATUSES:
             gone = Failure(Kind.GONE, f"the engine answers {status}")
@@ -146,7 +160,7 @@ class PrefillLeg:
             # The error is most likely the client's; the decode worker will report it.
             raise _Declined("refused" if status < FIRST_SERVER_ERROR else FAILED)
         if params is None:
-            raise _Declined("declined")
+            raise _Declined(reason)
         return params
 
     def _count(self, outcome: str) -> None:

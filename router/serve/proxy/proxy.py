@@ -144,7 +144,7 @@ class Proxy:
             ask = await self.reader.read(request)
             watch.asked(ask)
             answer = await self._answer(request, ask)
-            outcome = await self._relay(client, request, answer, predicted=ask.question.token_ids is not None)
+            outcome = await self._relay(client, request, answer, predicted=not ask.question.is_blind)
         except RouterError as error:
             outcome = "unreachable" if isinstance(error, WorkerUnreachable | WorkerSilent) else "refused"
             refusal_status = error.status

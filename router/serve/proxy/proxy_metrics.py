@@ -12,8 +12,9 @@ from kvrouter.router.serve.proxy.circuit_breaker import BreakerState
 # The outcomes of a request that say something about a worker.
 ANSWER_OUTCOMES = ("ok", "client_error", "server_error")
 # The outcomes of a hand-over, in this order: the prompt was handed over; the prefill worker was named to the decode
-# worker's sidecar; the prefill worker gave no answer; it answered with an error; its answer had no hand-over.
-HANDOVER_OUTCOMES = ("done", "named", "failed", "refused", "declined")
+# worker's sidecar; the prefill worker gave no answer; it answered with an error; its answer had no hand-over; its
+# engine gave the prompt up. After the last four the decode worker computes the prompt itself.
+HANDOVER_OUTCOMES = ("done", "named", "failed", "refused", "declined", "aborted")
 
 
 class ProxyMetrics:

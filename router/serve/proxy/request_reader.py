@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, Protocol, TypeVar
 from urllib.parse import unquote
 
+import msgspec
+
 import kvrouter.router.serve.proxy.headers as h
 from kvrouter.router.base.common.errors import BadQuestion
 from kvrouter.router.base.common.escaping import printable
@@ -28,6 +30,7 @@ from kvrouter.router.route.tokens.without_cache import engines_without_cache
 from kvrouter.router.serve.proxy.attempts import Attempts
 from kvrouter.router.serve.proxy.downstream import ClientRequest
 from kvrouter.router.serve.proxy.form_body import read_form_model
+from kvrouter.router.serve.proxy.kv_transfer_params import is_received
 from kvrouter.router.serve.proxy.openai_body import OpenAIBody, openai_body, repeated_field, with_fields
 
 # The fields that a rule of the router may be about.
@@ -115,7 +118,12 @@ class RequestReader:
             changes["model"] = served.lora_name or served.model
         if changes:
             request.body = await _in_thread(client.body, with_fields, client_body.raw, changes)
-        return _placement_request(request, await self._question(request, client_body, body, served), body.limit_tokens)
+        question = await self._question(request, client_body, body, served)
+        placement_request = _placement_request(request, question, body.limit_tokens)
+        answers = body.answers
+        if answers == 1 and not body.use_beam_search and not is_received(client_body):
+            return placement_request
+        return msgspec.structs.replace(placement_request, answers=answers, is_comparable=False)
 
     async def _body(self, client: ClientRequest) -> tuple[ClientBody, OpenAIBody]:
         """Return the client's body and its fields.

@@ -156,4 +156,6 @@ SGLANG = Engine(
     # Its hashes cover an id that it makes at each load, which only the patch reports.
     lists_hashed_paths=False,
     salted_paths=SALTED_PATHS,
+    # Source: SGLang 0.5.23 entrypoints/openai/usage_processor.py.
+    sums_cached_tokens=True,
 )

@@ -193,4 +193,6 @@ VLLM = Engine(
     # Source: vLLM 0.32.0 entrypoints/openai/models/serving.py:156, v1/core/kv_cache_utils.py:595.
     lists_hashed_paths=True,
     salted_paths=SALTED_PATHS,
+    # Source: vLLM 0.19.1 to 0.33.0 entrypoints/openai/completion/serving.py.
+    sums_cached_tokens=False,
 )

@@ -22,7 +22,7 @@ const NONE = {
 };
 const PROOFS = {
   exact: "exact: the worker's events leave no doubt",
-  assumed: "assumed: the worker is in doubt, or only the beginning of the prompt is known",
+  assumed: "assumed: the worker is in doubt, or only the beginning of the prompt, or a part of the list, is known",
   approximate: "approximate: by what was sent there before",
   unknown: "unknown: the prompt's tokens were not known",
 };
@@ -131,11 +131,20 @@ function outcomeText(one) {
   const parts = [one.outcome.replaceAll("_", " ")];
   if (one.delivered_tokens !== null) {
     const expected = one.expected_tokens > one.predicted_tokens ? `, ${count(one.expected_tokens)} expected` : "";
-    parts.push(`${count(one.delivered_tokens)} tokens delivered of ${count(one.predicted_tokens)} predicted${expected}`);
+    parts.push(one.predicted_tokens === null
+      ? `the engine reports ${count(one.delivered_tokens)} tokens as reused, which no prediction is about`
+      : `${count(one.delivered_tokens)} tokens delivered of ${count(one.predicted_tokens)} predicted${expected}`);
   }
   if (one.ttft_s !== null) parts.push(`first token after ${seconds(one.ttft_s)}`);
   if (one.e2e_s !== null) parts.push(`done after ${seconds(one.e2e_s)}`);
   return parts.join("; ");
+}
+
+function promptsText({ num_prompts: prompts = 1, answers = 1 }) {
+  const parts = [];
+  if (prompts > 1) parts.push(`${count(prompts)} prompts, placed together`);
+  if (answers > 1) parts.push(`${count(answers)} answers${prompts > 1 ? " to each" : ""}`);
+  return parts.length ? `${parts.join(", ")}: ` : "";
 }
 
 const copied = (text, label) => el("span", { class: "copied" }, el("code", { text }), copyButton(text, label));
@@ -147,7 +156,7 @@ function detail(one, { workers, links }) {
   const facts = [
     ["Request", one.request_id ? copied(one.request_id, "the request's id") : "none"],
     ["Selection", copied(one.selection_id, "the selection's id")],
-    ["Prompt", `${count(one.num_tokens)} tokens, ${count(one.overlap.longest_matched)} of them reused (${percent(one.overlap.longest_matched, one.num_tokens)})`],
+    ["Prompt", `${promptsText(one)}${count(one.num_tokens)} tokens, ${count(one.overlap.longest_matched)} of them reused (${percent(one.overlap.longest_matched, one.num_tokens)})`],
     ["Why", one.reason], ["Proof", PROOFS[one.proof] ?? one.proof], ["Outcome", outcomeText(one.outcome)],
   ];
   if (one.lost_by) facts.push(["Given up", `${count(one.best_hit_tokens - one.overlap.longest_matched)} tokens that another worker holds, by ${one.lost_by}`]);
@@ -187,11 +196,12 @@ function rows(shown, openId) {
     keys: shown.map((one) => one.selection_id),
     classes: shown.map((one) => (one.selection_id === openId ? "chosen" : null)),
     rows: shown.map((one) => {
-      const predicted = one.outcome?.predicted_tokens ?? one.overlap.longest_matched;
+      // The outcome of a list may be about its last prompt alone.
+      const predicted = one.num_prompts > 1 ? one.overlap.longest_matched : one.outcome?.predicted_tokens ?? one.overlap.longest_matched;
       return [
         el("a", { class: "time", href: hashOf({ ...here, id: one.selection_id }), "data-row": one.selection_id,
           "aria-current": one.selection_id === openId ? "true" : null, "aria-label": `Explain the choice of ${clock(one.time_s)}`, text: clock(one.time_s) }),
-        el("span", { class: "id", title: route(one), text: middle(route(one), ID_CHARS) }), count(one.num_tokens), predicted ? [count(predicted), el("span", { class: "small quiet", text: ` ${percent(predicted, one.num_tokens)}` })] : count(predicted),
+        el("span", { class: "id", title: route(one), text: middle(route(one), ID_CHARS) }), one.num_prompts > 1 ? [count(one.num_tokens), el("span", { class: "small quiet", text: ` in ${count(one.num_prompts)}` })] : count(one.num_tokens), predicted ? [count(predicted), el("span", { class: "small quiet", text: ` ${percent(predicted, one.num_tokens)}` })] : count(predicted),
         deliveredCell(one.outcome ?? {}), seconds(one.outcome?.ttft_s), outcomeCell(one.outcome), one.reason,
       ];
     }),
