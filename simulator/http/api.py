@@ -40,6 +40,8 @@ from kvrouter.simulator.http.metrics_page import metrics_page
 from kvrouter.simulator.http.promptless_api import PromptlessApi
 from kvrouter.simulator.http.refusals import Refused, Unreadable
 from kvrouter.simulator.http.replies import Answer, Finish, error, json_response, usage
+from kvrouter.simulator.http.responses import ResponsesApi, StoredResponse
+from kvrouter.simulator.http.run import Run
 
 # A prompt as long as a whole context is a megabyte as token ids in JSON; vLLM itself sets no bound.
 MAX_BODY_BYTES = 64 * 2**20
@@ -49,7 +51,7 @@ VERSION = "0.32.0+kvrouter-sim"
 
 MESSAGES = "/v1/messages"
 
-AnyAnswer: TypeAlias = Answer | MessageAnswer | TokensAnswer | SGLangAnswer
+AnyAnswer: TypeAlias = Answer | MessageAnswer | TokensAnswer | SGLangAnswer | StoredResponse
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
@@ -60,15 +62,8 @@ class EngineLife:
         self.engine = engine
         self.stream = stream
         self.started_s = started_s
-
-
-class Run:
-    """One answer that is being generated, with its tokens so far."""
-
-    def __init__(self, job: Job, tokens: AsyncIterator[int]) -> None:
-        self.job = job
-        self.tokens = tokens
-        self.sampled: list[int] = []
+        # The stored responses by id, the oldest first.
+        self.responses: dict[str, StoredResponse] = {}
 
 
 class Api:
@@ -119,6 +114,7 @@ class Api:
         app.router.add_post("/inference/v1/generate", self._generate_tokens)
         app.router.add_post("/generate", self._generate_sglang)
         PromptlessApi(self).route(app)
+        ResponsesApi(self).route(app)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/detokenize", self._detokenize)
         app.router.add_post("/reset_prefix_cache", self._reset_prefix_cache)
@@ -180,7 +176,7 @@ class Api:
             raise Refused(400, str(problem)) from None
         ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         answer = self._answer(request, body, chat=False)
-        return await self._generate(request, body, ids, body.max_tokens or DEFAULT_MAX_TOKENS, "length", answer)
+        return await self.generate(request, body, ids, body.max_tokens or DEFAULT_MAX_TOKENS, "length", answer)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await self.read(request, ChatBody)
@@ -188,25 +184,25 @@ class Api:
         max_tokens = body.max_completion_tokens or body.max_tokens
         finish: Finish = "length" if max_tokens else "stop"
         answer = self._answer(request, body, chat=True)
-        return await self._generate(request, body, [ids], max_tokens or DEFAULT_ANSWER_TOKENS, finish, answer)
+        return await self.generate(request, body, [ids], max_tokens or DEFAULT_ANSWER_TOKENS, finish, answer)
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
         body = await self.read(request, MessagesBody)
         answer = MessageAnswer(request_id=self.request_id(request), model=self.model)
-        return await self._generate(request, body, [_message_ids(body)], body.max_tokens, "length", answer)
+        return await self.generate(request, body, [_message_ids(body)], body.max_tokens, "length", answer)
 
     async def _generate_tokens(self, request: web.Request) -> web.StreamResponse:
         body = await self.read(request, GenerateBody)
         answer = TokensAnswer(request_id=self.request_id(request), model=self.model, created=int(self.clock()))
         # vLLM lets an answer without a limit fill the context.
         max_tokens = body.sampling_params.max_tokens or DEFAULT_ANSWER_TOKENS
-        return await self._generate(request, body, [body.token_ids], max_tokens, "length", answer)
+        return await self.generate(request, body, [body.token_ids], max_tokens, "length", answer)
 
     async def _generate_sglang(self, request: web.Request) -> web.StreamResponse:
         body = await self.read(request, SGLangBody)
         max_tokens = (body.sampling_params and body.sampling_params.max_new_tokens) or DEFAULT_ANSWER_TOKENS
         answer = SGLangAnswer(request_id=self.request_id(request))
-        return await self._generate(request, body, [body.ids], max_tokens, "length", answer)
+        return await self.generate(request, body, [body.ids], max_tokens, "length", answer)
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         count = len(_message_ids(await self.read(request, CountBody)))
@@ -244,7 +240,7 @@ class Api:
                 request.transport.abort()
             raise ConnectionResetError(str(problem)) from None
 
-    async def _generate(
+    async def generate(
         self,
         request: web.Request,
         body: GenerationBody | SGLangBody,
@@ -253,7 +249,7 @@ class Api:
         finish: Finish,
         answer: AnyAnswer,
     ) -> web.StreamResponse:
-        """Answer each prompt as often as `n` says. All answers are generated at the same time, as in vLLM."""
+        """Answer each prompt as often as `n` says, all at the same time, as vLLM does. Raises Refused."""
         self.fail_once()
         engine = self.life.engine
         limit = engine.replica.max_text_tokens
@@ -274,7 +270,7 @@ class Api:
                 for run in runs:
                     run.sampled = [token async for token in run.tokens]
                 # The last prompt's, as in vLLM.
-                counted = self._usage(runs, runs[-1].job, body)
+                counted = self.usage(runs, runs[-1].job, body)
                 left = handover.given(
                     runs[0].job,
                     engine_id=f"{self._host}:{self._port}",
@@ -287,7 +283,7 @@ class Api:
                     content_type="application/json",
                 )
 
-    def _usage(self, runs: Sequence[Run], cached_job: Job, body: GenerationBody | SGLangBody) -> dict[str, Any]:
+    def usage(self, runs: Sequence[Run], cached_job: Job, body: GenerationBody | SGLangBody) -> dict[str, Any]:
         """Return the usage of a request, with the cached tokens of one job."""
         is_told = self._flags.prompt_tokens_details
         cached = handover.cached_tokens(cached_job, body.kv_transfer_params) if is_told else None
@@ -313,16 +309,16 @@ class Api:
                 first = run
                 # Not before: until the first token, an error can still be an error status.
                 await response.prepare(request)
-                opening = answer.opening(self._usage(runs, first.job, body))
+                opening = answer.opening(self.usage(runs, first.job, body))
                 if opening is not None:
                     await response.write(opening)
-            running = self._usage([run], run.job, body) if continuous else None
+            running = self.usage([run], run.job, body) if continuous else None
             ends = finish if len(run.sampled) == run.job.max_tokens else None
             await response.write(answer.piece(token, ends, running, index))
         assert first is not None
         with_usage = options is not None and bool(options.include_usage)
         # Those of the prompt whose first token came first, as in vLLM.
-        counted = self._usage(runs, first.job, body)
+        counted = self.usage(runs, first.job, body)
         await response.write(answer.closing(finish, counted, with_usage=with_usage))
         await response.write_eof()
         return response

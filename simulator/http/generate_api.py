@@ -12,9 +12,11 @@ from typing import Annotated, Any
 import msgspec
 
 from kvrouter.simulator.cache import tokenizer
-from kvrouter.simulator.http.bodies import AtLeastOne, GenerationBody, OnlyOne, Salt, StreamOptions, TokenId
+from kvrouter.simulator.http.bodies import AtLeastOne, GenerationBody, Salt, StreamOptions, TokenId
 from kvrouter.simulator.http.replies import DONE, Finish
 
+# The paths for token ids answer once.
+OnlyOne = Annotated[int, msgspec.Meta(ge=1, le=1)]
 TokenIds = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 
 

@@ -26,7 +26,7 @@ from kvrouter.contract.tiers import all_on_gpu
 from kvrouter.router.app.server.checks import tracing_of
 from kvrouter.router.app.server.router_metrics import RouterMetrics
 from kvrouter.router.base.common.errors import BadQuestion, NoWorker, UnknownModel, UnknownWorker
-from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.base.common.ids import WorkerKey, route_name
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.index.matching.question import Hit
 from kvrouter.router.model.config.live_settings import LiveSettings
@@ -37,6 +37,8 @@ from kvrouter.router.model.workers.engine_key import EngineKey
 from kvrouter.router.model.workers.model_names import ServedModel
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.observe.quality.request_watch import Quality
+from kvrouter.router.route.owners.response_owners import EngineSign, ResponseOwners
+from kvrouter.router.route.placement.candidates import Pin
 from kvrouter.router.route.placement.placement_request import PlacementRequest
 from kvrouter.router.route.placement.placer import Placer
 from kvrouter.router.route.tokens.client_body import ClientBody
@@ -134,21 +136,27 @@ class FirstFit:
         self.requests.append(request)
         question, why = request.question, ""
         candidates = [r for r in self._core.registrations() if r.worker.model == question.model]
-        if request.pinned is not None:
-            candidates = [r for r in candidates if r.worker.route_name == request.pinned]
+        pinned = request.pinned
+        if pinned is not None:
+            name = route_name(pinned.worker_id, pinned.dp_rank or 0) if isinstance(pinned, Pin) else pinned
+            candidates = [r for r in candidates if r.worker.route_name == name]
             if not candidates:
                 raise UnknownWorker("no such worker")
         for registration in candidates:
             worker = registration.worker
             if worker in question.exclude_workers:
                 continue
-            why = self._unavailable(worker) or ""
+            why = "" if request.is_owned else self._unavailable(worker) or ""
             if not why:
                 reused = (question.num_tokens - 1) // 16 * 16
                 hit = Hit(worker, all_on_gpu(reused), "live")
                 self.placed.append(Placed(hit, registration.url, question.num_tokens))
                 return self.placed[-1]
         raise NoWorker(f"no worker can take it: {why}")
+
+    def takers(self, models: Sequence[str]) -> list[WorkerKey]:
+        registrations = self._core.registrations()
+        return [r.worker for r in registrations if r.worker.model in models and not self._unavailable(r.worker)]
 
 
 class GivenTokens:
@@ -223,6 +231,7 @@ class ProxyServer:
             pool=self.pool,
             metrics=self.metrics.proxy,
             quality=self.quality,
+            owners=ResponseOwners(self.metrics.owners, time.monotonic, engine=lambda worker: EngineSign(False, None)),
             allowed=AllowList(config.allow_hosts),
             silence_s=config.answer_timeout_s,
             engine_key=self.engine_key,

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from kvrouter.router.observe.findings.explanations import EXPLANATIONS
-from kvrouter.router.route.tokens.proxied_paths import PATHS
+from kvrouter.router.route.tokens.proxied_paths import PATHS, STORED_PATHS
 from kvrouter.router.serve.api.examples import EXAMPLES
 from kvrouter.router.serve.api.http.http_api import HttpApi
 from tests.contract.api_support import TinyCore, ask_app, build, call, exchange, hit
@@ -223,6 +223,7 @@ def test_the_openapi_document_lists_every_endpoint_and_all_its_references_lead_s
         ("GET", "/settings"),
         ("GET", "/store"),
         *(("POST", path) for path in PATHS),
+        *((method, path) for path, methods in STORED_PATHS.items() for method in methods),
         ("GET", "/health"),
         ("GET", "/ready"),
         ("GET", "/metrics"),

@@ -17,7 +17,7 @@ from fastapi.routing import APIRoute
 
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.model.config import reloaded
-from kvrouter.router.route.tokens.proxied_paths import PATHS
+from kvrouter.router.route.tokens.proxied_paths import PATHS, STORED_PATHS
 from kvrouter.router.serve.access.access import Access
 from kvrouter.router.serve.access.scope import Scope
 from kvrouter.router.serve.api.http.http_api import HttpApi
@@ -41,6 +41,7 @@ def routes() -> list[Route]:
     return [
         *cold_routes,
         ("GET", EVENTS),
+        *((method, path) for path, methods in STORED_PATHS.items() for method in methods),
         *(("POST", path) for path in (*PATHS, *(operation[0] for operation in HOT_OPERATIONS))),
     ]
 

@@ -251,6 +251,32 @@ def test_an_alias_is_the_engines_model(site: Site) -> None:
         assert post(envoy.port, completion([3] * 50) | {"model": "other"})[0]["model"] == MODEL
 
 
+@pytest.mark.parametrize("name", ["duplex", "held"])
+def test_a_stored_response_stays_where_it_was_made(site: Site, name: str) -> None:
+    port = getattr(site, name).port
+    client: Any = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0, timeout=TIMEOUT_S)
+    with client:
+        for number in range(REPLICAS):
+            worker, pin = f"w{number}", {"x-kvrouter-worker": f"w{number}"}
+            made = client.responses.create(model=MODEL, input="hello", max_output_tokens=4, extra_headers=pin)
+            with client.responses.create(
+                model=MODEL, input="more", max_output_tokens=4, previous_response_id=made.id, stream=True
+            ) as stream:
+                streamed = list(stream)[-1].response
+            turn = client.responses.with_raw_response.create(
+                model=MODEL, input="more", max_output_tokens=4, previous_response_id=streamed.id
+            )
+            assert turn.headers["x-kvrouter-worker"] == worker
+            found = client.responses.with_raw_response.retrieve(streamed.id)
+            assert found.headers["x-kvrouter-worker"] == worker and found.parse() == streamed
+            assert client.responses.input_items.list(made.id).data[0].content[0].text == "hello"
+            client.responses.delete(made.id)
+            for call in (client.responses.retrieve, client.responses.cancel):
+                with pytest.raises(openai.NotFoundError, match="not found"):
+                    call(made.id)
+    site.wait_idle()
+
+
 def test_a_session_stays_where_it_was(site: Site) -> None:
     session, rng = {"x-session-id": "s-1"}, Random(11)
     prompt = [rng.randrange(1, 30_000) for _ in range(40)]

@@ -22,6 +22,8 @@ def test_every_example_of_the_document_succeeds_and_fits_its_schema(tmp_path: Pa
     closed = {address: f"127.0.0.1:{free_port()}" for address in ADDRESSES}
     with ScriptedEngine(plain(b'{"id": "x"}')) as engine, RouterProcess(tmp_path) as router:
         router.request("POST", "/register", {"worker_id": WORKER, "model": MODEL, "url": engine.url})
+        response = f"/v1/responses/{PATH_PARTS['response_id'][1]}"
+        engine.pages = {path: plain(b'{"id": "x"}') for path in (response, f"{response}/input_items")}
         document = router.request("GET", "/openapi.json")
         for (method, template), example in EXAMPLES.items():
             operation = document["paths"][template][method.lower()]

@@ -46,6 +46,24 @@ class Follower:
         self.told.append("cut")
 
 
+@pytest.mark.parametrize(
+    ("path", "known"),
+    [
+        ("/v1/responses/resp_1", "/v1/responses/resp_1"),
+        ("/team/v1/responses/resp_1/cancel", "/v1/responses/resp_1/cancel"),
+        ("/v1/responses/x/v1/responses/resp_1/input_items", "/v1/responses/resp_1/input_items"),
+        # An id that ends like another path.
+        ("/team/v1/responses/tokenize", "/v1/responses/tokenize"),
+        ("/team/v1/responses", "/v1/responses"),
+        ("/team/v1/responses/", "/team/v1/responses/"),
+        ("/v1/responses/resp_1/other", "/v1/responses/resp_1/other"),
+    ],
+)
+def test_a_stored_response_is_known_below_a_prefix(path: str, known: str) -> None:
+    request = GatewayRequest([(b":method", b"GET"), (b":path", path.encode() + b"?stream=true")], b"", None)
+    assert (request.path, request.url) == (known, known.encode() + b"?stream=true")
+
+
 def headers(*, ends: bool = False, modes: Modes | None = None, observes: bool = False) -> Incoming:
     return Incoming(Part.REQUEST_HEADERS, HEADERS, ends=ends, modes=modes, observes=observes, subset=("1.2.3.4:5",))
 

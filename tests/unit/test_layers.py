@@ -51,7 +51,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("model.workers", "model.kvcache", "model.engines", "model.upstream", "model.config"),
         *("index.ingest", "index.store", "index.matching"),
         *("follow.feed", "follow.streams", "follow.fleet", "follow.discovery"),
-        *("route.load", "route.placement", "route.tokens"),
+        *("route.load", "route.placement", "route.tokens", "route.owners"),
         *("observe.decisions", "observe.findings", "observe.quality", "observe.history"),
         *("serve.access", "serve.proxy", "serve.gateway", "serve.page", "serve.api"),
         *("app.core", "app.diagnosis", "app.server", "app.cli"),

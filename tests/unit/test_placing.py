@@ -400,3 +400,17 @@ async def test_waiting_prompts_learn_that_their_worker_is_gone() -> None:
     await settled()
     with pytest.raises(NoWorker, match="circuit breaker"):
         await waiting
+
+
+async def test_a_prompt_that_one_worker_alone_can_answer_goes_there_whatever_its_load_and_state() -> None:
+    stage = Stage(hit("a"), hit("b"), unavailable={"b": "draining"}, saturation_tokens=TOKENS, queue_deadline_s=0.0)
+    for _ in range(3):
+        stage.placer.reserve(ask(pinned="b", is_owned=True))
+    turn = ask(seed=1, pinned="b", is_owned=True, conversation_tokens=50_000, max_tokens=100)
+    queued, held, requests = stage.load("b")
+    placement = await stage.placer.place(turn)
+    assert name_of(placement) == "b"
+    # The worker computes the turn alone, and holds the whole conversation.
+    assert stage.load("b") == (queued + TOKENS, held + 50_000 + TOKENS + 50, requests + 1)
+    with pytest.raises(NoWorker):
+        await stage.placer.place(ask(pinned="b"))

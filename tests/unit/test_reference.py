@@ -17,7 +17,7 @@ from kvrouter.router.app.cli.commands import app as cli
 from kvrouter.router.app.server.router_metrics import RouterMetrics
 from kvrouter.router.base.common import errors
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.route.tokens.proxied_paths import PATHS
+from kvrouter.router.route.tokens.proxied_paths import PATHS, STORED_PATHS
 from kvrouter.router.serve.api.http import fastapi_app
 from kvrouter.router.serve.api.openapi import EVENTS, HOT_OPERATIONS
 from kvrouter.simulator.command import app as simulator
@@ -49,6 +49,7 @@ def test_the_page_of_http_has_every_route(monkeypatch: pytest.MonkeyPatch) -> No
     served = {f"{method} {route.path_format}" for route in routes for method in route.methods or ()}
     served |= {f"GET {EVENTS}"}
     served |= {f"POST {path}" for path in (*PATHS, *(operation[0] for operation in HOT_OPERATIONS))}
+    served |= {f"{method} {path}" for path, methods in STORED_PATHS.items() for method in methods}
     assert set(re.findall(r"^### `([A-Z]+ /\S*)`$", HTTP, re.MULTILINE)) == served
 
 

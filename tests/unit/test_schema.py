@@ -28,6 +28,7 @@ from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.observe.history.history_entry import HistoryEntry
 from kvrouter.router.observe.history.saved_days import COLUMNS
 from kvrouter.router.route.load.load_messages import LoadMessage
+from kvrouter.router.route.owners.response_owner import ResponseOwner, packed
 
 FILE = Path(__file__).parents[1] / "golden" / "schema.json"
 WORKER = WorkerKey("m", "w", 1)
@@ -53,6 +54,7 @@ def forms() -> dict[str, Any]:
             keys.ROUTERS,
             keys.CLAIMS,
             keys.LOADS,
+            keys.response_owner("resp_1"),
             keys.router_lease("token"),
             keys.registry("m"),
             keys.meta(WORKER),
@@ -72,6 +74,7 @@ def forms() -> dict[str, Any]:
         "copies value": copies_value(keys.copies_field(PLACE, 1), 2).decode(),
         "lease": Lease("token", 7).value.decode(),
         "entry": [part.decode("latin-1") for part in entry],
+        "response owner": packed(ResponseOwner(WORKER, "key", 1.5, 7)).decode(),
         "heartbeat": VERSION,
         "savings field": keys.savings_field("m", COLUMNS[0]),
         "savings": list(COLUMNS),

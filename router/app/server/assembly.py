@@ -38,6 +38,7 @@ from kvrouter.router.app.server.service_manager import announce
 from kvrouter.router.app.server.siblings import Siblings
 from kvrouter.router.app.server.stopping import EndBeside, Server
 from kvrouter.router.base.common.errors import NoWorker, StartError
+from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.common.random_ids import RandomIds
 from kvrouter.router.base.common.shutdown import Shutdown
 from kvrouter.router.base.common.task_supervisor import TaskSupervisor
@@ -62,6 +63,7 @@ from kvrouter.router.observe.decisions.watch import Watch
 from kvrouter.router.observe.history.history_keeper import HistoryKeeper
 from kvrouter.router.observe.history.shadow_cache import worker_caches
 from kvrouter.router.observe.quality.request_watch import Quality
+from kvrouter.router.route.owners.response_owners import EngineSign, ResponseOwners
 from kvrouter.router.route.placement.placer import Placer
 from kvrouter.router.route.tokens.engine.client import Engine
 from kvrouter.router.route.tokens.engine.verification import LocalMaker
@@ -203,7 +205,8 @@ class Assembly:
             wall_clock=time.time,
             access=access,
         )
-        proxy = self._make_proxy(core, placer, admission, tokenizer, quality, access)
+        owners = self._start_owners(core, store)
+        proxy = self._make_proxy(core, placer, admission, tokenizer, quality, access, owners)
         for apply in (core.apply, placer.apply, tokenizer.apply, proxy.apply):
             self.settings.subscribe(apply)
         api = build_api(
@@ -392,6 +395,24 @@ class Assembly:
         tokenizer.start()
         return tokenizer
 
+    def _start_owners(self, core: Core, store: IndexStore) -> ResponseOwners:
+        registry = core.registry
+
+        def engine(worker: WorkerKey) -> EngineSign | None:
+            is_down = registry.is_down(worker)
+            return None if is_down is None else EngineSign(is_down, registry.engine_start_s(worker))
+
+        owners = ResponseOwners(
+            self._metrics.owners,
+            time.monotonic,
+            engine=engine,
+            servers=store.servers,
+            supervisor=self._supervisor,
+        )
+        owners.start()
+        self._stack.push_async_callback(owners.stop)
+        return owners
+
     def _make_proxy(
         self,
         core: Core,
@@ -400,6 +421,7 @@ class Assembly:
         tokenizer: TextTokenizer,
         quality: Quality,
         access: Access,
+        owners: ResponseOwners,
     ) -> Proxy:
         proxy = Proxy(
             placer=placer,
@@ -411,6 +433,7 @@ class Assembly:
             pool=Pool(asyncio.get_running_loop(), self._allowed),
             metrics=self._metrics.proxy,
             quality=quality,
+            owners=owners,
             allowed=self._allowed,
             silence_s=self._config.answer_timeout_s,
             engine_key=self._engine_key,

@@ -8,6 +8,7 @@ from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.follow.discovery.discovery_metrics import DiscoveryMetrics
 from kvrouter.router.observe.history.history_metrics import HistoryMetrics
 from kvrouter.router.observe.quality.quality_metrics import QualityMetrics
+from kvrouter.router.route.owners.owner_metrics import OwnerMetrics
 from kvrouter.router.route.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.route.tokens.token_metrics import TokenMetrics
 from kvrouter.router.serve.api.http_metrics import HttpMetrics
@@ -22,6 +23,7 @@ class RouterMetrics:
         self.core = CoreMetrics(registry)
         self.placement = PlacementMetrics(registry)
         self.tokens = TokenMetrics(registry)
+        self.owners = OwnerMetrics(registry)
         self.quality = QualityMetrics(registry)
         self.history = HistoryMetrics(registry)
         self.proxy = ProxyMetrics(registry)

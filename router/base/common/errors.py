@@ -109,6 +109,22 @@ class UnknownSelection(NotFound, default_code="unknown_selection"):
     """404: the reservation was released, has expired, or never existed."""
 
 
+class OwnerGone(NotFound, default_code="response_owner_gone"):
+    """404: the worker that made the response no longer has it."""
+
+
+class UnknownResponse(NotFound, default_code="404"):
+    """404: the client has no such response. The body is that of vLLM and SGLang, whose code is the status."""
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(f"Response with id '{response_id}' not found.")
+
+    def body(self) -> ErrorBody:
+        """Return the JSON body of the answer."""
+        detail = {"message": self.message, "type": self.type, "param": "response_id", "code": self.status}
+        return {"error": detail}  # type: ignore[typeddict-item]
+
+
 class UnknownDecision(NotFound, default_code="unknown_decision"):
     """404: the decision log does not contain this decision."""
 

@@ -155,6 +155,16 @@ class WorkerRegistry:
             self._prefill_workers = {name: frozenset(workers) for name, workers in by_model.items()}
         return self._prefill_workers.get(model, frozenset())
 
+    def engine_start_s(self, worker: WorkerKey) -> float | None:
+        """Return when the process of a worker's engine started, or None if that is not known."""
+        stream = self._streams.get(worker)
+        return None if stream is None else stream.engine_start_s
+
+    def is_down(self, worker: WorkerKey) -> bool | None:
+        """Return whether a worker's engine is gone, or None if the worker is not registered."""
+        stream = self._streams.get(worker)
+        return None if stream is None else stream.view.state is StreamState.DOWN
+
     def is_draining(self, worker: WorkerKey) -> bool:
         """Return whether an operator drains the worker."""
         stream = self._streams.get(worker)

@@ -124,6 +124,11 @@ class WorkerRecord:
         return self.peer.disk_problem if self.is_elsewhere else self.facts.offload.disk_problem(self._services.clock())
 
     @property
+    def engine_start_s(self) -> float | None:
+        """When the engine's process started, None if it is unknown."""
+        return self.peer.engine_start_s if self.is_elsewhere else self.facts.vitals.start_s
+
+    @property
     def cache(self) -> EngineCache:
         """The engine's description of its KV cache."""
         return self.peer.cache if self.is_elsewhere else self.facts.cache
@@ -239,7 +244,7 @@ class WorkerRecord:
     def _observe_life(self, word: Word) -> None:
         elsewhere = self.is_elsewhere
         self.lives.observe(
-            start_s=self.peer.engine_start_s if elsewhere else self.facts.vitals.start_s,
+            start_s=self.engine_start_s,
             epoch=self.peer.epoch if elsewhere and self.facts.log_loaded else None,
             voids=self.ingest.profile.lives_ended,
             is_down=word.state is StreamState.DOWN,

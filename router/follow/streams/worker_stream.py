@@ -115,6 +115,11 @@ class WorkerStream:
         return self.worker, self.record.lives.number
 
     @property
+    def engine_start_s(self) -> float | None:
+        """When the engine's process started, None if it is unknown."""
+        return self.record.engine_start_s
+
+    @property
     def cache(self) -> EngineCache:
         """The engine's description of its KV cache."""
         return self.record.cache

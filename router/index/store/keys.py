@@ -21,6 +21,7 @@ percent-quoted, so that no brace, colon, slash or newline in it can reach anothe
 | `kvr:3:{history}:steps`, `:minutes` | STREAM | traffic that router processes counted (`history_entry.py`); trimmed |
 | `kvr:3:{history}:day:DAY` | HASH | `model:sum` -> what was not computed on that day (`saved_days.py`); expires |
 | `kvr:3:{history}:writer:NAME` | STRING | number of the last batch that this process wrote of both; expires |
+| `kvr:3:response:ID` | STRING | owner of a stored response (`response_owner.py`); expires |
 | `kvr:3:{model}:workers` | HASH | `worker_id@dp_rank` -> registration |
 | `kvr:3:{tag}:meta` | HASH | `META_FIELDS` and the fields that the owner adds |
 | `kvr:3:{tag}:EPOCH:gK:MEDIUM[:OWNER]` | STRING | 8-byte big-endian block hashes resident there at the checkpoint |
@@ -110,6 +111,11 @@ def log(worker: WorkerKey) -> str:
 def lease(worker: WorkerKey) -> str:
     """Return the key of the worker's lease."""
     return f"{PREFIX}{worker_tag(worker)}:lease"
+
+
+def response_owner(response_id: str) -> str:
+    """Return the key of the owner of a stored response."""
+    return f"{PREFIX}response:{_quoted(response_id)}"
 
 
 def savings(day: str) -> str:

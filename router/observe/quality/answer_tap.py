@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 
 from kvrouter.router.observe.quality.concurrency import Flight
+from kvrouter.router.observe.quality.response_id import ResponseIdReader
 from kvrouter.router.observe.quality.usage_reader import Usage, UsageReader
 from kvrouter.router.route.tokens.proxied_paths import USAGE_KEY
 
@@ -25,7 +26,18 @@ class AnswerTap:
     until that time, this process had no other request at the worker.
     """
 
-    __slots__ = ("_clock", "_flight", "_reader", "_send", "_streams", "first_s", "last_s", "pause_s", "was_alone")
+    __slots__ = (
+        "_clock",
+        "_flight",
+        "_ids",
+        "_reader",
+        "_send",
+        "_streams",
+        "first_s",
+        "last_s",
+        "pause_s",
+        "was_alone",
+    )
 
     def __init__(
         self,
@@ -52,6 +64,8 @@ class AnswerTap:
         self._flight = flight
         self._streams = streams
         self._reader = UsageReader(streams=streams, key=usage_key) if readable else None
+        # The reader of the response's id until it has ended, None if there is none.
+        self._ids: ResponseIdReader | None = None
         self.first_s: float | None = None
         # The time of the last event, and the longest time between two.
         self.last_s = 0.0
@@ -61,6 +75,8 @@ class AnswerTap:
     def __call__(self, parts: list[bytes]) -> None:
         """Pass bytes on, and then examine them."""
         self._send(parts)
+        if self._ids is not None:
+            self._read_id(self._ids, parts)
         now = self._clock()
         reader, first_s = self._reader, self.first_s
         if reader is not None:
@@ -78,6 +94,22 @@ class AnswerTap:
         elif now - self.last_s > self.pause_s:
             self.pause_s = now - self.last_s
         self.last_s = now
+
+    def name_response(self, found: Callable[[str], None], missed: Callable[[], None]) -> None:
+        """Call `found` with the id of the response as soon as it has passed, or `missed` if it cannot be read."""
+        if self._reader is None:
+            missed()
+        else:
+            self._ids = ResponseIdReader(found, missed, streams=self._streams)
+
+    def _read_id(self, reader: ResponseIdReader, parts: list[bytes]) -> None:
+        try:
+            if reader.feed(parts):
+                self._ids = None
+        except Exception:
+            # A bug of the reader must not break an answer.
+            log.exception("the id of a response cannot be read")
+            self._ids = None
 
     @property
     def readable(self) -> bool:

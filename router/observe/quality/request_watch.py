@@ -30,6 +30,7 @@ from kvrouter.router.observe.quality.prediction_judge import (
 )
 from kvrouter.router.observe.quality.quality_metrics import QualityMetrics, WorkerQualityMetrics
 from kvrouter.router.observe.quality.reuse_report import ReuseReport
+from kvrouter.router.observe.quality.usage_reader import Usage
 from kvrouter.router.route.load.traffic_sums import NO_MODEL, TrafficSums
 from kvrouter.router.route.placement.placement_request import Placement, PlacementRequest
 from kvrouter.router.route.tokens.proxied_paths import INFERENCE_PATHS, PROXIED, USAGE_KEY
@@ -285,11 +286,14 @@ class RequestWatch:
             self._told = self._tell()
         return self._told
 
+    def usage(self) -> Usage | None:
+        """Return the usage that the answer reports; None if there is none, or no answer."""
+        return None if self._tap is None else self.told().usage
+
     def output_tokens(self) -> int | None:
         """Return the number of generated tokens; None if the answer does not report it."""
-        if self._tap is None or (usage := self.told().usage) is None:
-            return None
-        return usage.completion_tokens
+        usage = self.usage()
+        return None if usage is None else usage.completion_tokens
 
     def ended(self, outcome: str, refusal_status: int = 0) -> None:
         """Report the end of the request.

@@ -165,7 +165,7 @@ class Decider:
             UnknownWorker: The request names a worker that does not exist.
             NoWorker: No worker may take the prompt now.
         """
-        question, unavailable = request.question, self._unavailable
+        question, unavailable = request.question, _takes_requests if request.is_owned else self._unavailable
         everybody = self._fleet.hits(question)
         eligible = candidates(everybody, question, request.pinned, unavailable)
         prefillers = NOBODY if anyway else self._prefillers(question.model)
@@ -421,6 +421,10 @@ class Decider:
             del self._models[model]
         for traffic in self._models.values():
             traffic.keys.keep(workers)
+
+
+def _takes_requests(worker: WorkerKey) -> None:
+    """Return that a worker takes requests, for one that no other worker can answer."""
 
 
 def _furthest(first: Mapping[WorkerKey, int], second: Mapping[WorkerKey, int]) -> Mapping[WorkerKey, int]:

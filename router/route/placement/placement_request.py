@@ -45,6 +45,11 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     # Whether the engine's report of reused tokens is about the prompt that was placed. With several answers, it is
     # about one of them, which may reuse what another one has just computed.
     is_comparable: bool = True
+    # Whether no other worker than the pinned one can answer, so that its load and its state do not matter.
+    is_owned: bool = False
+    # The tokens of the conversation before this prompt, which the pinned worker holds; 0 if there are none or they are not
+    # known.
+    conversation_tokens: int = 0
 
     @property
     def sequences(self) -> int:

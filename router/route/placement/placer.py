@@ -215,7 +215,8 @@ class Placer:
 
         Args:
             request: The request.
-            anyway: Whether to ignore saturation and roles, because the client has already decided.
+            anyway: Whether to ignore saturation and roles, because the client has already decided. They are ignored as well
+                if only one worker can answer.
             prefill_tokens: The tokens to compute according to the client, or None.
 
         Raises:
@@ -229,6 +230,7 @@ class Placer:
         if request.dry_run:
             # A reservation is a request, never a dry run.
             request = msgspec.structs.replace(request, dry_run=False)
+        anyway = anyway or request.is_owned
         choice, prompt = self._decide(request, now, anyway=anyway)
         if choice.all_saturated and not anyway:
             raise Saturated(
@@ -245,7 +247,7 @@ class Placer:
             selection_id,
             kept_choice,
             prompt.names,
-            question.num_tokens,
+            request.conversation_tokens + question.num_tokens,
             request.max_tokens,
             now,
             question.num_prompts,
@@ -299,6 +301,9 @@ class Placer:
         """
         if request.question.is_long:
             await self._fleet.hash_ahead(request.question)
+        if request.is_owned:
+            # Waiting makes no room for it: the engine alone decides when it computes the prompt.
+            return self.reserve(request)
         return await self._line.place(request)
 
     def _decide(self, request: PlacementRequest, now: float, *, anyway: bool = False) -> tuple[Choice, PromptAhead]:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paths that are sent on to an engine, all by POST, and how a request to each of them is placed.
+"""The paths that are sent on to an engine, and how a request to each of them is placed.
+
+All take POST but those of stored responses, which go to the worker that made the response.
 
 Each path has one entry in PROXIED, which every door of the router reads. Source: vLLM 0.33.0
 entrypoints/{openai,anthropic,pooling,speech_to_text,scale_out}/**/api_router.py; SGLang 0.5.23
@@ -8,6 +10,7 @@ srt/entrypoints/http_server.py; vLLM-Omni for /v1/audio/speech.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
@@ -94,3 +97,27 @@ INFERENCE_PATHS = PATHS - WITHOUT_PROMPT
 # Sending a request to one of these paths again changes only which engine computes it. A response, in contrast, may be
 # stored by its engine.
 REPEATABLE_PATHS = PATHS - {RESPONSES_PATH}
+
+# The paths of a stored response, with their methods.
+BELOW_RESPONSES = f"{RESPONSES_PATH}/"
+STORED_RESPONSE = f"{BELOW_RESPONSES}{{response_id}}"
+STORED_PATHS: Mapping[str, tuple[str, ...]] = {
+    STORED_RESPONSE: ("GET", "DELETE"),
+    f"{STORED_RESPONSE}/cancel": ("POST",),
+    f"{STORED_RESPONSE}/input_items": ("GET",),
+}
+
+
+def stored_path(path: str) -> tuple[str, str] | None:
+    """Return the path in STORED_PATHS that this path has the form of, and its response's id; None for other paths."""
+    if not path.startswith(BELOW_RESPONSES):
+        return None
+    response_id, slash, below = path.removeprefix(BELOW_RESPONSES).partition("/")
+    template = f"{STORED_RESPONSE}{slash}{below}"
+    return (template, response_id) if response_id and template in STORED_PATHS else None
+
+
+def route_of(path: str) -> str:
+    """Return the path without what only one request has, for metrics and scopes."""
+    stored = stored_path(path)
+    return path if stored is None else stored[0]

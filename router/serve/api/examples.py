@@ -77,6 +77,10 @@ EXAMPLES: dict[tuple[str, str], Any] = {
     },
     ("POST", "/v1/completions"): {"model": MODEL, "prompt": PROMPT, "max_tokens": 16},
     ("POST", "/v1/responses"): {"model": MODEL, "input": "What is a prefix cache?", "max_output_tokens": 16},
+    ("GET", "/v1/responses/{response_id}"): None,
+    ("GET", "/v1/responses/{response_id}/input_items"): None,
+    ("POST", "/v1/responses/{response_id}/cancel"): None,
+    ("DELETE", "/v1/responses/{response_id}"): None,
     ("POST", "/v1/embeddings"): {"model": MODEL, "input": "What is a prefix cache?"},
     ("POST", "/v1/messages"): {
         "model": MODEL,
@@ -107,6 +111,7 @@ EXAMPLES: dict[tuple[str, str], Any] = {
 PATH_PARTS = {
     "worker_id": ("the worker's id", WORKER),
     "selection_id": ("the reservation, by the id of its choice", SELECTION),
+    "response_id": ("the response, by the `id` of its creation", "resp_0123456789abcdef0123456789abcdef"),
     "model": ("a name that a request's model may have", MODEL),
     "code": ("the code of a finding, in upper or lower case", "KV201"),
     "name": ("the id of a choice, or the x-request-id of a proxied request", SELECTION),

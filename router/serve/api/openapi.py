@@ -27,7 +27,7 @@ from kvrouter.contract import (
     worker_status,
 )
 from kvrouter.contract.fleet_event import EventType
-from kvrouter.router.route.tokens.proxied_paths import AUDIO, PROXIED
+from kvrouter.router.route.tokens.proxied_paths import AUDIO, PROXIED, STORED_RESPONSE
 from kvrouter.router.serve.api.examples import EXAMPLES, PATH_PARTS
 from kvrouter.router.serve.api.requests import MSGPACK
 from kvrouter.router.serve.api.responses import JSON
@@ -76,7 +76,7 @@ PROBLEMS = {
     400: "The body or a parameter does not fit the endpoint",
     401: "The API key is missing or wrong",
     403: "The API key lacks the scope, or allow_hosts does not admit an address",
-    404: "No such model or worker is registered, or there is no such reservation, decision or code",
+    404: "No such model or worker is registered, or there is no such reservation, response, decision or code",
     409: "It contradicts what is registered or reserved, or the limit of workers is reached",
     413: "The body exceeds the limit",
     429: "All workers are saturated, and too many prompts wait; or registrations come too fast",
@@ -117,6 +117,24 @@ PROXIED_NOTE = (
 )
 PROXIED_PROBLEMS = (400, 404, 413, 429, 502, 503, 504)
 
+# The requests about a stored response, which are passed on to the worker that made it.
+STORED_OPERATIONS = {
+    ("GET", STORED_RESPONSE): "A stored response, or with `stream` its events after `starting_after`, by its worker",
+    ("DELETE", STORED_RESPONSE): "Delete a stored response, at its worker",
+    ("POST", f"{STORED_RESPONSE}/cancel"): "Cancel a response that is made in the background, at its worker",
+    ("GET", f"{STORED_RESPONSE}/input_items"): "The input of a stored response, by its worker",
+}
+STORED_NOTE = (
+    "Query, body and answer keep their bytes. A response that the client's key has not made gets the engines' 404, whose "
+    "`code` is the number 404; one that is gone with its worker gets `response_owner_gone`."
+)
+STORED_PROBLEMS = (404, 502, 503, 504)
+
+
+ENGINES_ANSWER: dict[str, Any] = {
+    "description": "The engine's answer",
+    "content": {JSON: {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "string"}}},
+}
 
 # The base URLs of our endpoints (`servers` in OpenAPI). Generated clients use the first one.
 SERVERS = [
@@ -199,6 +217,8 @@ def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
     openapi["paths"][EVENTS] = {"get": EVENTS_OPERATION | {"responses": responses}}
     for path, proxied in PROXIED.items():
         openapi["paths"][path] = {"post": _proxied(path, proxied.summary)}
+    for (method, path), summary in STORED_OPERATIONS.items():
+        openapi["paths"].setdefault(path, {})[method.lower()] = _stored(method, path, summary)
     for path, operations in openapi["paths"].items():
         for method, operation in operations.items():
             # FastAPI's own answer to a wrong parameter; the router answers 400 in its place.
@@ -234,15 +254,26 @@ def _proxied(path: str, summary: str) -> dict[str, Any]:
     if path in AUDIO:
         kind = "multipart/form-data"
         body["properties"]["file"] = {"type": "string", "format": "binary", "description": "the recording"}
-    content = {JSON: {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "string"}}}
-    done = {"description": "The engine's answer", "content": content}
     return {
         "tags": ["OpenAI"],
         "summary": summary,
         "description": PROXIED_NOTE,
         "operationId": path.strip("/").replace("/", "_"),
         "requestBody": {"required": True, "content": {kind: {"schema": body}}},
-        "responses": {"200": done} | {str(status): _problem(status) for status in PROXIED_PROBLEMS},
+        "responses": {"200": ENGINES_ANSWER} | {str(status): _problem(status) for status in PROXIED_PROBLEMS},
+    }
+
+
+def _stored(method: str, path: str, summary: str) -> dict[str, Any]:
+    text = {"type": "string"}
+    parameters: list[dict[str, Any]] = [{"name": "response_id", "in": "path", "required": True, "schema": text}]
+    return {
+        "tags": ["OpenAI"],
+        "summary": summary,
+        "description": STORED_NOTE,
+        "operationId": "_".join((method.lower(), *path.replace("/{response_id}", "").strip("/").split("/"))),
+        "parameters": parameters,
+        "responses": {"200": ENGINES_ANSWER} | {str(status): _problem(status) for status in STORED_PROBLEMS},
     }
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute
 
-from kvrouter.router.route.tokens.proxied_paths import PATHS
+from kvrouter.router.route.tokens.proxied_paths import PATHS, STORED_PATHS, stored_path
 from kvrouter.router.serve.access.scope import Scope
 from kvrouter.router.serve.api.openapi import EVENTS, HOT_OPERATIONS
 from kvrouter.router.serve.page.page_files import FILES, PAGE
@@ -31,6 +31,7 @@ ANY: Scopes = frozenset(Scope)
 SCOPES: dict[Route, Scopes] = {
     **{("POST", operation[0]): HITS for operation in HOT_OPERATIONS},
     **{("POST", path): PROXY for path in PATHS},
+    **{(method, path): PROXY for path, methods in STORED_PATHS.items() for method in methods},
     ("POST", "/reservations"): HITS,
     ("DELETE", "/reservations/{selection_id}"): HITS,
     ("POST", "/reservations/{selection_id}/prefill_complete"): HITS,
@@ -94,6 +95,9 @@ class RouteTable:
         whole = self._whole.get(path)
         if whole is not None:
             return whole
+        stored = stored_path(path)
+        if stored is not None:
+            return (method, stored[0]) if method in STORED_PATHS[stored[0]] else None
         for pattern, methods, template in self._routes:
             if method in methods and pattern.match(path):
                 return method, template

@@ -18,10 +18,12 @@ from kvrouter.router.observe.quality.request_watch import CLIENT_GONE
 from kvrouter.router.route.placement.placement_request import Placement
 from kvrouter.router.serve.gateway.endpoints import Destination, Endpoints, canonical
 from kvrouter.router.serve.gateway.gateway_metrics import GatewayMetrics
+from kvrouter.router.serve.gateway.process_stream import GatewayRequest
 from kvrouter.router.serve.proxy.admission import Admission
 from kvrouter.router.serve.proxy.attempt import named
 from kvrouter.router.serve.proxy.proxy import ERROR_IN_STREAM, computed_at, is_event_stream, outcome_of
 from kvrouter.router.serve.proxy.request_reader import Request
+from kvrouter.router.serve.proxy.stored_responses import MadeResponse, StoredResponses
 
 SERVED_ELSEWHERE = "the gateway had its request served by another endpoint"
 NOT_SENT = "elsewhere"
@@ -42,6 +44,7 @@ class PickedRequest:
         endpoints: Callable[[], Endpoints],
         admission: Admission,
         metrics: GatewayMetrics,
+        responses: StoredResponses,
         *,
         predicted: bool,
     ) -> None:
@@ -52,6 +55,9 @@ class PickedRequest:
         self._admission = admission
         self._exchange = admission.begun(placement.worker, request.caller)
         self._metrics = metrics
+        self._responses = responses
+        # The response that the answer makes, or None if the engine keeps none.
+        self._made: MadeResponse | None = None
         # Whether the hit of the choice is a prediction; without the prompt's tokens it is not.
         self._predicted = predicted
         self._tap: AnswerTap | None = None
@@ -79,6 +85,7 @@ class PickedRequest:
             watch.handed_over()
         self._status, self._streams = status, is_event_stream(headers)
         self._tap = watch.tap(_nowhere, status, headers, streams=self._streams)
+        self._made = self._responses.follow(self._request, placement.worker, self._tap, status)
         return added
 
     def takes(self, data: bytes) -> None:
@@ -110,6 +117,8 @@ class PickedRequest:
         """End the placement, and count the outcome."""
         watch = self._request.watch
         self._placement.done(watch.output_tokens())
+        if self._made is not None:
+            self._made.ended(watch)
         self._metrics.requests(self._request.client.path, outcome).inc()
         watch.ended(outcome)
 
@@ -139,6 +148,29 @@ class PickedRequest:
         host, _, port = endpoint.rpartition(":")
         watch.sending(hit.worker, host, int(port), [])
         self._exchange = self._admission.begun(hit.worker, self._request.caller)
+
+
+class PickedResponse:
+    """The observer of the answer to a request about a stored response."""
+
+    def __init__(self, responses: StoredResponses, asked: GatewayRequest, worker: WorkerKey) -> None:
+        self._responses = responses
+        self._asked = asked
+        self._worker = worker
+
+    def begins(self, status: int, headers: h.Headers, served: str | None) -> h.Headers:
+        """Note the headers of the answer, and return headers to set in it, in place of those of the same name."""
+        self._responses.answered(self._asked, self._asked.method.decode("latin-1"), status)
+        return [(h.WORKER, named(self._worker).encode())]
+
+    def takes(self, data: bytes) -> None:
+        """Do nothing with the answer's body."""
+
+    def ends(self) -> None:
+        """Do nothing at the end, because nothing is counted for it."""
+
+    def close(self) -> None:
+        """Do nothing at an early end, because nothing is counted for it."""
 
 
 def _unknown_hit(worker: WorkerKey) -> Hit:

@@ -22,18 +22,19 @@ from kvrouter.router.observe.quality.request_watch import CLIENT_GONE, Quality
 from kvrouter.router.route.placement.placement_request import Placement, PlacementRequest
 from kvrouter.router.route.placement.placer import Placer
 from kvrouter.router.route.tokens.client_body import CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH, CutBody
-from kvrouter.router.route.tokens.proxied_paths import PATHS
+from kvrouter.router.route.tokens.proxied_paths import PATHS, STORED_PATHS, stored_path
 from kvrouter.router.serve.gateway.endpoints import UNUSABLE, Destination, Endpoints, destination
 from kvrouter.router.serve.gateway.gateway_metrics import GatewayMetrics
 from kvrouter.router.serve.gateway.messages import ENDPOINT
-from kvrouter.router.serve.gateway.picked_request import PickedRequest
+from kvrouter.router.serve.gateway.picked_request import PickedRequest, PickedResponse
 from kvrouter.router.serve.gateway.process_stream import GatewayRequest, Route
 from kvrouter.router.serve.proxy.admission import Admission
+from kvrouter.router.serve.proxy.attempt import error_of
 from kvrouter.router.serve.proxy.attempts import AttemptsSpent
 from kvrouter.router.serve.proxy.body_decoding import BodyDecoding
 from kvrouter.router.serve.proxy.kv_transfer_params import can_be_handed_over
 from kvrouter.router.serve.proxy.prefill_leg import Given, excluding
-from kvrouter.router.serve.proxy.proxy import Proxy, error_of
+from kvrouter.router.serve.proxy.proxy import Proxy
 from kvrouter.router.serve.proxy.request_reader import Request
 from kvrouter.router.serve.proxy.worker_addresses import Addresses
 
@@ -101,6 +102,9 @@ class Picker:
         Raises RouterError, with nothing reserved. A CutBody of a request that may go on is not counted.
         """
         began_s = self._clock()
+        stored = stored_path(asked.path)
+        if stored is not None and asked.method.decode("latin-1") in STORED_PATHS[stored[0]]:
+            return await self._route_stored(asked, stored[0])
         if asked.method != POST or asked.path not in PATHS:
             return self._pass(asked)
         request_id = h.header(asked.headers, h.REQUEST_ID) or secrets.token_hex(16).encode()
@@ -159,6 +163,27 @@ class Picker:
         self._metrics.requests(OTHER_PATH, "passed").inc()
         endpoint = endpoints.of[self._rng.choice(takers)]
         return Route(endpoint, [(ENDPOINT_HEADER, endpoint.encode())], _removed(request.headers, []))
+
+    async def _route_stored(self, asked: GatewayRequest, template: str) -> Route:
+        """Return the route of a request about a stored response to its worker. Raises RouterError."""
+        outcome = "refused"
+        try:
+            worker = await self._proxy.responses.worker_of(asked)
+            addresses, endpoints = self._proxy.addresses(), self._endpoints()
+            if worker not in endpoints.of or worker in endpoints.outside(asked.subset):
+                raise _nobody(worker.model, endpoints, asked.subset)
+            outcome = "passed"
+        finally:
+            self._metrics.requests(template, outcome).inc()
+        endpoint = endpoints.of[worker]
+        headers = [(ENDPOINT_HEADER, endpoint.encode())]
+        if (rank := addresses.ranks.get(worker)) is not None:
+            headers.append((h.DP_RANK, b"%d" % rank))
+        authorization = self._proxy.authorization(asked.headers, addresses.targets[worker])
+        if authorization is not None:
+            headers.append((b"authorization", authorization))
+        observer = PickedResponse(self._proxy.responses, asked, worker)
+        return Route(endpoint, headers, _removed(asked.headers, headers), observer=observer)
 
     async def _route(
         self, request: Request, placement_request: PlacementRequest, subset: tuple[str, ...] | None
@@ -245,7 +270,14 @@ class Picker:
         question = placement_request.question
         predicted = not question.is_blind and not question.is_guess and self._proxy.shows_hits
         observer = PickedRequest(
-            request, placement, destination, self._endpoints, self._admission, self._metrics, predicted=predicted
+            request,
+            placement,
+            destination,
+            self._endpoints,
+            self._admission,
+            self._metrics,
+            self._proxy.responses,
+            predicted=predicted,
         )
         return Route(destination.text, headers, _removed(client.headers, headers), body, observer)
 

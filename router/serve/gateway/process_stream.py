@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvrouter.router.base.common.errors import TooLarge
-from kvrouter.router.route.tokens.proxied_paths import AUDIO, PATHS
+from kvrouter.router.route.tokens.proxied_paths import AUDIO, BELOW_RESPONSES, PATHS, stored_path
 from kvrouter.router.serve.access.key_bounds import KeyBounds
 from kvrouter.router.serve.gateway.messages import (
     BodyMode,
@@ -105,9 +105,13 @@ class GatewayRequest:
 
 
 def _known_path(path: str) -> str:
-    """Return the longest of the proxy's paths that ends this path, or the path itself if none does."""
+    """Return the path of a stored response or the longest of the other proxied paths that ends this one, or else the path."""
     if path in PATHS:
         return path
+    # An id may end like one of the paths, so a stored response comes first.
+    below = path.rfind(BELOW_RESPONSES)
+    if below >= 0 and stored_path(path[below:]) is not None:
+        return path[below:]
     return max((proxied for proxied in PATHS if path.endswith(proxied)), key=len, default=path)
 
 

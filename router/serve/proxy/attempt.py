@@ -9,6 +9,7 @@ from http import HTTPStatus
 import msgspec
 
 import kvrouter.router.serve.proxy.headers as h
+from kvrouter.router.base.common.errors import RouterError, WorkerSilent, WorkerUnreachable
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.model.upstream.connection import AnswerHead, Connection
 from kvrouter.router.model.upstream.failure import Failure, Kind
@@ -106,13 +107,14 @@ class Attempt:
         authorization = self._authorization(client.headers, target)
         head = h.request_head(
             target,
-            client.url,
+            request.url,
             request.watch.sending(worker, target.host, target.port, headers),
             length=len(body),
             request_id=request.request_id,
             authorization=authorization,
             rank=addresses.ranks.get(worker),
             added=added,
+            method=request.method,
         )
         exchange = self._admission.begun(worker, request.caller)
         try:
@@ -182,3 +184,10 @@ class Attempt:
 def named(worker: WorkerKey) -> str:
     """Return the worker's name in the form that headers use."""
     return h.named_in_header(worker.route_name)
+
+
+def error_of(failure: Failure) -> RouterError:
+    """Return the error that the client gets if this failure is the last one."""
+    if failure.kind in (Kind.SILENT, Kind.CONNECT_TIMEOUT):
+        return WorkerSilent(f"{failure.text}; send the request again, or raise the router's answer_timeout_s")
+    return WorkerUnreachable(f"{failure.text}; no other worker was tried or could answer; send the request again")

@@ -68,6 +68,10 @@ class Attempts:
     def _spent(self) -> bool:
         return self._arrived + self._arrived_before >= MAX_ARRIVALS
 
+    def pin(self) -> None:
+        """Note that no other worker may try."""
+        self._pinned = True
+
     def tokens_failed(self) -> None:
         """Note that an engine which was to find the prompt's tokens did not answer; it may have started the request."""
         self._arrived_before += 1

@@ -44,6 +44,8 @@ class Client(ClientRequest, Protocol):
     The task that serves it is cancelled when the client hangs up.
     """
 
+    method: str
+
     @property
     def unread_bytes(self) -> int:
         """The number of bytes that were sent but not yet accepted by the kernel, because the client does not read."""

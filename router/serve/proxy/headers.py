@@ -117,6 +117,7 @@ def request_head(
     authorization: bytes | None,
     rank: int | None,
     added: Headers = NOTHING,
+    method: str = "POST",
 ) -> bytes:
     """Return the head of the request to the engine.
 
@@ -129,10 +130,11 @@ def request_head(
         authorization: The header to send in place of the client's; None sends none.
         rank: The engine's rank that takes the request, in place of the client's header. None keeps the client's header.
         added: The router's own headers.
+        method: The method.
     """
     headers = list(headers)
     dropped = _connection_headers(headers, _REQUEST_HEADERS)
-    lines = [b"POST ", target.prefix, path, b" HTTP/1.1\r\nhost: ", target.authority, b"\r\n"]
+    lines = [method.encode(), b" ", target.prefix, path, b" HTTP/1.1\r\nhost: ", target.authority, b"\r\n"]
     for name, value in headers:
         if name in dropped or name.startswith(_OURS):
             continue

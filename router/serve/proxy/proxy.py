@@ -14,7 +14,13 @@ import msgspec
 
 import kvrouter.router.serve.proxy.headers as h
 from kvrouter.contract.worker_status import ReuseStatus
-from kvrouter.router.base.common.errors import NoWorker, RouterError, Saturated, WorkerSilent, WorkerUnreachable
+from kvrouter.router.base.common.errors import (
+    NoWorker,
+    RouterError,
+    Saturated,
+    WorkerSilent,
+    WorkerUnreachable,
+)
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.common.random_ids import RandomIds
 from kvrouter.router.model.config.settings import Config
@@ -27,10 +33,12 @@ from kvrouter.router.model.workers.engine_key import EngineKey
 from kvrouter.router.model.workers.model_names import ServedModel
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.observe.quality.request_watch import Quality
+from kvrouter.router.route.owners.response_owners import ResponseOwners
 from kvrouter.router.route.placement.placement_request import Placement, PlacementRequest
 from kvrouter.router.route.placement.placer import Placer
+from kvrouter.router.route.tokens.proxied_paths import route_of
 from kvrouter.router.serve.proxy.admission import Admission
-from kvrouter.router.serve.proxy.attempt import Attempt, Sent, named
+from kvrouter.router.serve.proxy.attempt import Attempt, Sent, error_of, named
 from kvrouter.router.serve.proxy.attempts import GONE_STATUSES, AttemptsSpent
 from kvrouter.router.serve.proxy.downstream import Client
 from kvrouter.router.serve.proxy.kv_transfer_params import can_be_handed_over
@@ -38,6 +46,7 @@ from kvrouter.router.serve.proxy.prefill_leg import PrefillLeg, excluding
 from kvrouter.router.serve.proxy.proxy_metrics import ProxyMetrics
 from kvrouter.router.serve.proxy.refused_requests import FIRST_ERROR, FIRST_SERVER_ERROR
 from kvrouter.router.serve.proxy.request_reader import Request, RequestReader, Tokens
+from kvrouter.router.serve.proxy.stored_responses import StoredResponses
 from kvrouter.router.serve.proxy.worker_addresses import Addresses
 
 log = logging.getLogger("kvrouter.proxy")
@@ -78,6 +87,7 @@ class Proxy:
         pool: Pool,
         metrics: ProxyMetrics,
         quality: Quality,
+        owners: ResponseOwners,
         allowed: AllowList,
         # The seconds for which an engine may send nothing.
         silence_s: float,
@@ -92,7 +102,12 @@ class Proxy:
         """Build the parts of the proxy. Nothing is connected yet."""
         self._placer = placer
         self.reader = RequestReader(
-            tokens, resolve, lambda: sorted(self.addresses().models), self._takes_salt, self.client_authorization
+            tokens,
+            resolve,
+            lambda: sorted(self.addresses().models),
+            self._takes_salt,
+            self.client_authorization,
+            owners,
         )
         self._registrations = registrations
         self._ranks = ranks
@@ -111,6 +126,9 @@ class Proxy:
             silence_s=silence_s,
         )
         self.prefill_leg = PrefillLeg(self._sending, metrics)
+        self.responses = StoredResponses(
+            owners, self._sending, self.addresses, lambda: placer.takers(sorted(self.addresses().models))
+        )
         self._engine_key = engine_key
         self._has_own_key = has_own_key
         self.shows_hits = shows_hits
@@ -157,13 +175,45 @@ class Proxy:
             self._metrics.requests(client.path, outcome).inc()
             watch.ended(outcome, refusal_status)
 
+    async def forward_stored(self, client: Client) -> None:
+        """Answer a request about a stored response as its worker does. Raises as `forward` does."""
+        request_id = h.header(client.headers, h.REQUEST_ID) or self._new_id().encode()
+        key_name = None if client.bounds is None else client.bounds.key
+        route = route_of(client.path)
+        watch = self._quality.begin(route, client.headers, request_id.decode("latin-1"), key_name)
+        request = Request(client, watch, request_id)
+        outcome, refusal_status = "client_gone", 0
+        self._open += 1
+        try:
+            worker, status = await self.responses.forward(client, request)
+            outcome = outcome_of(status, failed=False)
+            self._metrics.answers(worker)(outcome).inc()
+        except Failure:
+            outcome = "cut"
+        except RouterError as error:
+            outcome = "unreachable" if isinstance(error, WorkerUnreachable | WorkerSilent) else "refused"
+            refusal_status = error.status
+            client.refuse(error, [(h.REQUEST_ID, request.request_id)])
+        except Exception:
+            outcome = "bug"
+            raise
+        finally:
+            self._open -= 1
+            self._metrics.requests(route, outcome).inc()
+            watch.ended(outcome, refusal_status)
+
     def closed(self, worker: WorkerKey) -> str | None:
         """Return why a worker takes no new requests now, or None if it does."""
         return self._admission.problem(worker)
 
     def health(self) -> list[str]:
         """Return the problems of open breakers, of predictions that do not come true, and of the engine key."""
-        return [*self._admission.health(), *self._quality.health(), *self._engine_key.health()]
+        return [
+            *self._admission.health(),
+            *self._quality.health(),
+            *self._engine_key.health(),
+            *self.responses.owners.health(),
+        ]
 
     def predictions_problem(self, worker: WorkerKey) -> str | None:
         """Return why the predictions for a worker are not to be trusted, or None if nothing speaks against them."""
@@ -226,6 +276,8 @@ class Proxy:
                     raise error_of(spent.failure) from None
                 except Failure as caught:
                     failure, error = caught, error_of(caught)
+                    if request.former_id is not None:
+                        error = self.responses.error_of(caught, request.former_id, placement.worker)
                     if not request.attempts.failed(named(placement.worker), failure):
                         raise error from None
                     failed |= self.addresses().sharing(placement.worker)
@@ -331,6 +383,7 @@ class Proxy:
             placement.first_token()
         watch = request.watch
         tap = watch.tap(client.send, head.status, head.headers, streams=streams)
+        made = self.responses.follow(request, placement.worker, tap, head.status)
         try:
             client.begin(head, h.answer_headers(head.headers, added, request.request_id), connection)
             await connection.relay(tap)
@@ -344,6 +397,8 @@ class Proxy:
             raise
         finally:
             placement.done(watch.output_tokens())
+            if made is not None:
+                made.ended(watch)
         if tap.failed:
             answer.sent.exchange.spoiled(ERROR_IN_STREAM)
         self._sending.give_back(answer.sent)
@@ -382,10 +437,3 @@ def _retried(request: Request) -> h.Headers:
     """Return the header that names the failed attempts, or no header if there were none."""
     trail = request.attempts.trail
     return [(h.RETRIED, ", ".join(trail).encode())] if trail else []
-
-
-def error_of(failure: Failure) -> RouterError:
-    """Return the error that the client gets if this failure is the last one."""
-    if failure.kind in (Kind.SILENT, Kind.CONNECT_TIMEOUT):
-        return WorkerSilent(f"{failure.text}; send the request again, or raise the router's answer_timeout_s")
-    return WorkerUnreachable(f"{failure.text}; no other worker was tried or could answer; send the request again")

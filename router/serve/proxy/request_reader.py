@@ -15,14 +15,23 @@ from urllib.parse import unquote
 import msgspec
 
 import kvrouter.router.serve.proxy.headers as h
-from kvrouter.router.base.common.errors import BadQuestion
+from kvrouter.router.base.common.errors import BadQuestion, UnknownResponse
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.base.common.json_arrays import LONG_BODY_BYTES
 from kvrouter.router.index.matching.question import Question
 from kvrouter.router.model.workers.model_names import ServedModel
 from kvrouter.router.observe.quality.request_watch import RequestWatch
+from kvrouter.router.route.owners.response_owner import ResponseOwner
+from kvrouter.router.route.owners.response_owners import ResponseOwners
+from kvrouter.router.route.placement.candidates import Pin
 from kvrouter.router.route.placement.placement_request import PlacementRequest
-from kvrouter.router.route.tokens.client_body import ClientBody, is_text, read_as_python, read_client_body
+from kvrouter.router.route.tokens.client_body import (
+    RESPONSES_PATH,
+    ClientBody,
+    is_text,
+    read_as_python,
+    read_client_body,
+)
 from kvrouter.router.route.tokens.forward_ids import forwarded_body
 from kvrouter.router.route.tokens.prompt_tokens import Prompt, estimated_tokens
 from kvrouter.router.route.tokens.proxied_paths import AUDIO, WITH_PROMPT, WITHOUT_PROMPT
@@ -34,7 +43,7 @@ from kvrouter.router.serve.proxy.kv_transfer_params import is_received
 from kvrouter.router.serve.proxy.openai_body import OpenAIBody, openai_body, repeated_field, with_fields
 
 # The fields that a rule of the router may be about.
-RULED_FIELDS = ("model", "cache_salt")
+RULED_FIELDS = ("model", "cache_salt", "previous_response_id", "request_id")
 
 # Whisper makes 50 tokens of a second, which takes 32 kB in a WAV file and 8 to 16 kB in an MP3 file. This estimate is
 # used for the load alone.
@@ -66,6 +75,13 @@ class Request:
         # The body and headers for the engine.
         self.body = client.body
         self.headers = client.headers
+        # The method for the engine, and the path with the query.
+        self.method = "POST"
+        self.url = client.url
+        # Whether the engine may keep the answer as a response that later requests name.
+        self.may_be_stored = False
+        # The response that the body continues and whose owner is known, or None.
+        self.former_id: str | None = None
 
     def caller(self) -> int:
         """Return a number for the API key and the session of the request, 0 without both."""
@@ -83,6 +99,7 @@ class RequestReader:
         models: Callable[[], list[str]],
         takes_salt: Callable[[str, str], bool],
         authorization: Callable[[h.Headers], bytes | None],
+        owners: ResponseOwners,
     ) -> None:
         self._tokens = tokens
         # Returns the model that a request's `model` means.
@@ -93,12 +110,13 @@ class RequestReader:
         self._takes_salt = takes_salt
         # Returns the Authorization that engines get for a client's headers.
         self._authorization = authorization
+        self._owners = owners
 
     async def read(self, request: Request) -> PlacementRequest:
         """Return the placement request, and set `request.body` and `request.headers` for the engine.
 
-        Raises BadQuestion if the body or its model is not valid, UnknownModel if no worker serves the model, and
-        Forbidden if the client's key may not use it.
+        Raises BadQuestion if the body or its model is not valid, UnknownModel if no worker serves the model, Forbidden if
+        the client's key may not use it, and the errors of `_owner_of`.
         """
         client = request.client
         if client.path in AUDIO:
@@ -118,8 +136,11 @@ class RequestReader:
             changes["model"] = served.lora_name or served.model
         if changes:
             request.body = await _in_thread(client.body, with_fields, client_body.raw, changes)
+        owner = None
+        if client.path == RESPONSES_PATH:
+            owner = await self._owner_of(request, client_body, served)
         question = await self._question(request, client_body, body, served)
-        placement_request = _placement_request(request, question, body.limit_tokens)
+        placement_request = _placement_request(request, question, body.limit_tokens, owner)
         answers = body.answers
         if answers == 1 and not body.use_beam_search and not is_received(client_body):
             return placement_request
@@ -149,6 +170,34 @@ class RequestReader:
                 raise BadQuestion(text, code="malformed_body")
         return client_body, body
 
+    async def _owner_of(self, request: Request, body: ClientBody, served: ServedModel) -> ResponseOwner | None:
+        """Return the owner of the response that a body of `/v1/responses` continues, or None if it continues none.
+
+        Without API keys, a response that is not known is left to an engine.
+
+        Raises:
+            UnknownResponse: The client's key has no such response.
+            OwnerGone: The response is gone with its worker.
+            Conflict: The body names its response as another key has named one.
+            StoreDown: The response is not known here, and Redis does not answer.
+        """
+        client = request.client
+        request.may_be_stored = bytes(body.fields.get("store", b"true")) != b"false"
+        caller = caller_of(client)
+        own_id, former_id = _text(body, "request_id"), _text(body, "previous_response_id")
+        if own_id is not None and caller:
+            await self._owners.check_free(own_id, caller)
+        if former_id is None:
+            return None
+        owner = await self._owners.find(former_id, caller)
+        if owner is not None and owner.worker.model == served.model:
+            request.attempts.pin()
+            request.former_id = former_id
+            return owner
+        if owner is not None or caller:
+            raise UnknownResponse(former_id)
+        return None
+
     def _read_form(self, request: Request) -> PlacementRequest:
         """Return the placement request for a form with audio, whose number of tokens is estimated.
 
@@ -163,7 +212,7 @@ class RequestReader:
             request.body = form.renamed(client.body, served.lora_name or served.model)
         prompt = Prompt(max(1, len(client.body) // AUDIO_BYTES_PER_TOKEN), None, "none")
         question = prompt.question(served.model, lora_name=served.lora_name, worker_ids=served.worker_ids)
-        return _placement_request(request, question, None)
+        return _placement_request(request, question, None, None)
 
     async def _question(
         self, request: Request, client_body: ClientBody, body: OpenAIBody, served: ServedModel
@@ -236,20 +285,42 @@ async def _in_thread(body: bytes, work: Callable[Args, Result], *args: Args.args
     return await asyncio.to_thread(work, *args, **options)
 
 
+def caller_of(client: ClientRequest) -> str:
+    """Return the client's name among the owners of responses; all clients without an API key have the same."""
+    return "" if client.bounds is None else client.bounds.key
+
+
 def _rule_of(client: ClientRequest) -> str | None:
     """Return the rule for which router and engine must read the same body alike, or None if there is none."""
     bounds = client.bounds
     if bounds is not None and bounds.binds:
         return f"the API key {bounds.key} is bound to models or cache salts, which every reader must see alike"
+    if client.path == RESPONSES_PATH and caller_of(client):
+        return "a response belongs to the API key that made it, so every reader must see the same ids"
     return None
 
 
-def _placement_request(request: Request, question: Question, max_tokens: int | None) -> PlacementRequest:
+def _text(body: ClientBody, name: str) -> str | None:
+    """Return a field of the body if it is a text, or None. The engine reports other values."""
+    raw = body.fields.get(name)
+    value = None if raw is None else msgspec.json.decode(raw)
+    return value if isinstance(value, str) else None
+
+
+def _placement_request(
+    request: Request, question: Question, max_tokens: int | None, owner: ResponseOwner | None
+) -> PlacementRequest:
     session = h.header(request.client.headers, h.SESSION_ID)
+    pinned: Pin | str | None = None if request.pin is None else unquote(request.pin.decode("latin-1"))
+    if owner is not None:
+        # No other worker has the response, whatever the client requires.
+        pinned = Pin(owner.worker.worker_id, owner.worker.dp_rank)
     return PlacementRequest(
         question,
         session_id=None if session is None else session.decode("latin-1"),
         max_tokens=max_tokens,
-        pinned=None if request.pin is None else unquote(request.pin.decode("latin-1")),
+        pinned=pinned,
+        is_owned=owner is not None,
+        conversation_tokens=0 if owner is None else owner.conversation_tokens,
         key_name="" if request.client.bounds is None else request.client.bounds.key,
     )

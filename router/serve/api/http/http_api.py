@@ -28,7 +28,7 @@ from kvrouter.router.base.common.errors import (
 )
 from kvrouter.router.base.common.shutdown import Shutdown
 from kvrouter.router.model.config.settings import Config
-from kvrouter.router.route.tokens.proxied_paths import AUDIO, PATHS
+from kvrouter.router.route.tokens.proxied_paths import AUDIO, PATHS, STORED_PATHS, route_of, stored_path
 from kvrouter.router.serve.access.browser_policy import SAFE_METHODS
 from kvrouter.router.serve.api.http.cors import CorsPolicy
 from kvrouter.router.serve.api.http.guard import Guard
@@ -152,6 +152,8 @@ class HttpApi:
             return None
         if self.proxy is not None and request.path in self._proxied_paths:
             return self.proxy.forward
+        if self.proxy is not None and stored_path(request.path) is not None:
+            return self.proxy.forward_stored
         return self._streams.get(request.path)
 
     def refusal(self, request: HttpRequest) -> RouterError | None:
@@ -167,6 +169,11 @@ class HttpApi:
                 return MethodNotAllowed(f"{request.path} takes POST, not {request.method}")
             if request.url.partition(b"?")[0] != request.path.encode():
                 return BadQuestion(f"write the path as {request.path}, without escapes", code="invalid_path")
+        elif self.proxy is not None and (stored := stored_path(request.path)) is not None:
+            methods = STORED_PATHS[stored[0]]
+            if request.method not in methods:
+                allowed = ", ".join(methods)
+                return MethodNotAllowed(f"{stored[0]} takes {allowed}, not {request.method}", allowed=allowed)
         content_type = request.content_type
         if (
             content_type != JSON
@@ -372,8 +379,11 @@ class HttpApi:
             headers = [(name.encode(), value.encode()) for name, value in self._login.headers.items()]
             length = (b"content-length", b"%d" % len(self._login.content))
             return error.status, [*headers, length, *headers_of(error)], self._login.content
-        is_served = request.path in self._hot or request.path in self._proxied_paths or request.path in self._streams
-        return self.error_answer(error, request.path if is_served else OTHER_PATH, request.accept)
+        route = route_of(request.path)
+        is_served = (
+            route in self._hot or route in self._proxied_paths or route in self._streams or route in STORED_PATHS
+        )
+        return self.error_answer(error, route if is_served else OTHER_PATH, request.accept)
 
     def error_answer(self, error: RouterError, label: str = OTHER_PATH, accept: str = "") -> Answer:
         """Return the answer with an error, and count it."""

@@ -22,6 +22,7 @@ from uvicorn.server import ServerState
 from kvrouter.router.base.common.direct_task import DirectTask
 from kvrouter.router.base.common.errors import HeadTooLarge, RouterError, TooManyConnections, TooSlow
 from kvrouter.router.base.common.sockets import poller
+from kvrouter.router.route.tokens.proxied_paths import route_of
 from kvrouter.router.serve.api.http.deadlines import Deadlines, HttpLimits
 from kvrouter.router.serve.api.http.http_api import STATUS_LINES, Answer, Forwarder, HttpApi
 from kvrouter.router.serve.api.http.plain_head import PlainHead, plain_head
@@ -363,7 +364,7 @@ class HttpConnection(asyncio.Protocol):
                 # The server ended the task, not the client.
                 raise
         except Exception:
-            bug = self._api.bug_answer(request.path, "")
+            bug = self._api.bug_answer(route_of(request.path), "")
             request.keep_alive = False
             if answer.has_begun:
                 self._transport.close()

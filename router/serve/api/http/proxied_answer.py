@@ -12,6 +12,7 @@ from typing import Protocol
 
 from kvrouter.router.base.common.errors import RouterError
 from kvrouter.router.model.upstream.connection import NO_CONTENT, AnswerHead
+from kvrouter.router.route.tokens.proxied_paths import route_of
 from kvrouter.router.serve.api.http.http_api import Answer, HttpApi
 from kvrouter.router.serve.api.http.request import CONTINUE, HttpRequest
 from kvrouter.router.serve.proxy.downstream import Source
@@ -70,6 +71,7 @@ class ProxiedAnswer:
         self._connection = connection
         self._request = request
         self._api = api
+        self.method = request.method
         self.path = request.path
         self.url = request.url
         self.headers = request.headers
@@ -130,7 +132,7 @@ class ProxiedAnswer:
         """Begin an answer with these headers. `source` is paused while the client does not read."""
         self._source = source
         self.has_begun = True
-        self._api.count_answer(self.path, head.status)
+        self._api.count_answer(route_of(self.path), head.status)
         parts = [b"HTTP/1.1 %d " % head.status, head.reason or _phrase(head.status), b"\r\n"]
         has_date = False
         for name, value in (*headers, *self._api.cors.answer_headers(self.headers)):
@@ -185,7 +187,7 @@ class ProxiedAnswer:
 
     def refuse(self, error: RouterError, headers: Headers) -> None:
         """Send the router's own error in place of an engine's answer."""
-        status, own, content = self._api.error_answer(error, self.path)
+        status, own, content = self._api.error_answer(error, route_of(self.path))
         self.has_begun = True
         self._connection.write_answer(self._request, (status, [*own, *headers], content))
 
