@@ -87,7 +87,11 @@ def test_a_request_is_a_trace_from_the_client_to_the_engine() -> None:
         assert root.resource["service.name"] == "kvrouter"
         assert spans["choose"].attributes["kvrouter.worker"] == "w0"
         assert spans["choose"].attributes["kvrouter.reason"] == "first fit"
-        assert spans["tokens"].attributes == {"kvrouter.prompt_tokens": 99, "kvrouter.known_tokens": 99}
+        assert spans["tokens"].attributes == {
+            "kvrouter.prompt_tokens": 99,
+            "kvrouter.known_tokens": 99,
+            "kvrouter.prompts": 1,
+        }
         assert all(root.start <= span.start <= span.end <= root.end for span in spans.values())
         assert attempt.start <= attempt.events["first_token"] <= attempt.end
         # The times are those of a wall clock, within an hour, not of a monotonic clock.

@@ -43,12 +43,14 @@ def test_what_is_no_prompt_is_the_engines_error(path: str, name: str, value: Any
         read(path, body_of(path, **{name: value}))
 
 
-def test_the_first_of_several_prompts_of_sglang_decides() -> None:
-    known = prompt(SGLANG_GENERATE_PATH, input_ids=[IDS, [1, 2]])
-    assert known.token_ids is not None and known.token_ids.tolist() == IDS
+@pytest.mark.parametrize("several", [{"input_ids": [IDS, [1, 2]]}, {"text": ["hello", "world"]}])
+def test_several_prompts_of_sglang_go_by_load(several: dict[str, Any]) -> None:
+    with pytest.raises(TokensUnknown, match="placed by load") as unknown:
+        prompt(SGLANG_GENERATE_PATH, **several)
+    assert unknown.value.num_prompts == 2
 
 
-@pytest.mark.parametrize("text", ["hello", ["hello", "world"]])
+@pytest.mark.parametrize("text", ["hello", ["hello"]])
 def test_a_text_of_sglang_is_that_of_a_completion(text: Any) -> None:
     request = read(SGLANG_GENERATE_PATH, body_of(SGLANG_GENERATE_PATH, text=text, sampling_params={"n": 2}))
     assert isinstance(request, TokenRequest)

@@ -59,7 +59,7 @@ def test_a_new_start_time_is_another_process_and_an_equal_one_the_same() -> None
     assert vitals.observe(Pulse(), 1.0) == []
     assert vitals.observe(Pulse(5.0), 2.0) == [EngineSame(2.0, 5.0)]
     (verdict,) = vitals.observe(Pulse(6.5), 3.0)
-    assert isinstance(verdict, EngineRestarted) and "6.50" in verdict.reason and "5.00" in verdict.reason
+    assert isinstance(verdict, EngineRestarted) and "1.5 s after" in verdict.reason
     assert vitals.observe(Pulse(6.5), 4.0) == [EngineSame(4.0, 6.5)]
 
 

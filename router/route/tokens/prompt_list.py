@@ -42,6 +42,11 @@ class PromptList(NamedTuple):
     counted: bool
 
 
+def is_list(raw: bytes) -> bool:
+    """Return whether JSON begins as a list of texts or of lists, and not as a text or a list of token ids."""
+    return _LIST.match(raw) is not None
+
+
 def prompts_of(field: msgspec.Raw) -> PromptList | msgspec.Raw:
     """Return the prompts of a list of several, or else the only prompt as JSON: a text, or a list of token ids.
 

@@ -30,7 +30,7 @@ from kvrouter.router.route.tokens.client_body import (
     is_given,
 )
 from kvrouter.router.route.tokens.generate_bodies import check_sglang_blocks, sglang_prompt, vllm_prompt
-from kvrouter.router.route.tokens.prompt_list import PromptList, prompts_of
+from kvrouter.router.route.tokens.prompt_list import PromptList, is_list, prompts_of
 from kvrouter.router.route.tokens.prompt_tokens import Prompt, TokensUnknown
 
 Kind = Literal["chat", "text", "responses", "messages"]
@@ -354,6 +354,8 @@ def _one_prompt(prompt: msgspec.Raw | NDArray[np.uint64]) -> msgspec.Raw | NDArr
             return prompt
         if not raw.startswith(b"["):
             raise BadQuestion("prompt is neither text nor token ids")
+        if is_list(raw):
+            raise BadQuestion("prompt is nested too deeply: write a text, token ids, or a list of either")
     return _given(prompt)
 
 
