@@ -84,8 +84,8 @@ def _with_key(fleet: FaultFleet) -> None:
 
 
 KEY = ("--api-key", ENGINE_KEY)
-# For a moment after a restart, the doctor also says that the worker's events are not followed yet. That is right, and
-# the key may be missed before the events are followed again.
+# Right after a restart, the doctor may also report that the worker's events are not followed yet, which is true, because
+# the engine may refuse requests before its events are followed again.
 RESTARTING = frozenset({"KV208"})
 LONG_TOKENS, SHORT_CONTEXT = 1_000, 600
 REQUESTS_A_LOOK = 8

@@ -50,7 +50,7 @@ class SelectBody(PromptBody, kw_only=True):
         ),
     ] = None
     n: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="answers to each prompt, for the load; 1 if absent")
+        Annotated[int, Meta(ge=1)] | None, Meta(description="number of answers to each prompt, for the load; 1 if absent")
     ] = None
     messages: Annotated[Sequence[dict[str, Any]] | None, Meta(description="a chat, as in OpenAI's API")] = None
     session_id: Annotated[
@@ -159,7 +159,7 @@ class PrefillReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 def one() -> int:
-    """Return the number that older routers, which do not state it, mean."""
+    """Return 1, the value of a field that answers of older routers lack."""
     return 1
 
 
@@ -186,9 +186,9 @@ class SelectReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     tokens: Annotated[TokensReply | None, Meta(description="for texts: where their tokens come from")] = None
     model_name: Annotated[str, Meta(description="the same as model; Dynamo's clients read it")]
     routing_group: fields.RoutingGroup
-    isl_tokens: Annotated[int, Meta(description="length of the prompt in tokens; of a list, of all prompts")]
+    isl_tokens: Annotated[int, Meta(description="length of the prompt in tokens; for a list, of all its prompts")]
     num_prompts: Annotated[
-        int, Meta(description="prompts in the body, which are placed together; overlap is the sum of their hits")
+        int, Meta(description="number of prompts in the body, which go to one worker; overlap is the sum of their hits")
     ] = msgspec.field(default_factory=one)
     block_size: Annotated[int, Meta(description="tokens in a block")]
     potential_decode_blocks: Annotated[

@@ -19,8 +19,7 @@ class Proof(StrEnum):
 
     # The worker's events, with nothing in doubt, and the prompt's tokens.
     EXACT = "exact"
-    # The last known residency of a worker in doubt, or of a prompt of which only the beginning is known, or a list of
-    # which not all prompts are known.
+    # The last known residency of a worker in doubt, or only the beginning of a prompt, or only some prompts of a list.
     ASSUMED = "assumed"
     # The prompts that were sent there before.
     APPROXIMATE = "approximate"
@@ -48,8 +47,8 @@ class Outcome(msgspec.Struct, frozen=True, gc=False):
     predicted_tokens: Annotated[
         int | None,
         Meta(
-            description="tokens that were predicted to be reused; null: reuse cannot be predicted, or cannot be compared "
-            "with what the engine reports. Of a list of prompts: what the engine reports, with vLLM the last prompt's"
+            description="tokens that were predicted to be reused; null: reuse cannot be predicted, or the prediction cannot be "
+            "compared with the engine's report. For a list, the prompts that this report is about: with vLLM, the last one"
         ),
     ]
     delivered_tokens: Annotated[
@@ -89,12 +88,12 @@ class DecisionReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     worker_id: fields.WorkerId
     dp_rank: fields.DpRank
     endpoint: fields.Endpoint
-    num_tokens: Annotated[int, Meta(description="length of the prompt in tokens; of a list, of all prompts")]
+    num_tokens: Annotated[int, Meta(description="length of the prompt in tokens; for a list, of all its prompts")]
     # With `default=1` they would be left out of the usual reply.
     num_prompts: Annotated[
-        int, Meta(description="prompts in the request, which are placed together; overlap is the sum of their hits")
+        int, Meta(description="number of prompts in the request, which go to one worker; overlap is the sum of their hits")
     ] = msgspec.field(default_factory=one)
-    answers: Annotated[int, Meta(description="answers to each prompt (`n`)")] = msgspec.field(default_factory=one)
+    answers: Annotated[int, Meta(description="number of answers to each prompt (`n`)")] = msgspec.field(default_factory=one)
     overlap: Annotated[Overlap, Meta(description="what the worker would reuse of the prompt")]
     expected_tokens: Annotated[
         int, Meta(description="tokens expected to be reused after the prompts ahead; at least the hit")
@@ -105,9 +104,8 @@ class DecisionReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         Proof,
         Meta(
             description="what the predicted hit rests on: exact (events without a doubt, and all tokens of the prompt), "
-            "assumed (a worker in doubt, the beginning of a prompt, or some prompts of a list), approximate (what was "
-            "sent there before), "
-            "unknown (no tokens)"
+            "assumed (a worker in doubt, the beginning of a prompt, or some prompts of a list), approximate (the prompts "
+            "that were sent there before), unknown (no tokens)"
         ),
     ]
     reason: Annotated[str, Meta(description="why it was chosen, as a sentence")]

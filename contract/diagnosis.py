@@ -38,11 +38,11 @@ class Finding(msgspec.Struct, frozen=True):
     workers: Annotated[
         list[str],
         Meta(
-            description="the workers that it is about, `w0@1` for a rank other than 0; empty if about none in particular"
+            description="the workers that it is about, `w0@1` for rank 1 of w0; empty if it is about no worker in particular"
         ),
     ] = msgspec.field(default_factory=list)
     model: Annotated[
-        str | None, Meta(description="the model that it is about; null if about none, or the model is not known")
+        str | None, Meta(description="the model that it is about; null if it is about none, or if the model is not known")
     ] = None
 
 

@@ -42,7 +42,7 @@ class HistorySeries(msgspec.Struct, frozen=True):
 
 
 class HistoryTotals(msgspec.Struct, frozen=True):
-    """The same sums over several steps."""
+    """The sums of `HistorySeries`, each over several steps."""
 
     requests: Annotated[int, Meta(description=REQUESTS)]
     failed: Annotated[int, Meta(description=FAILED)]

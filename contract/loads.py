@@ -29,7 +29,7 @@ class WorkerLoadReply(msgspec.Struct, frozen=True):
     potential_decode_blocks: Annotated[int, Meta(description="blocks of context that are decoded there")]
     active_requests: Annotated[
         int,
-        Meta(description="requests in flight, as engines count them: one for each prompt of a list and each answer"),
+        Meta(description="requests in flight, as engines count them: each answer to each prompt of a list is one"),
     ]
     decode_tokens: Annotated[int, Meta(description="context tokens that are being decoded")]
     saturated: Annotated[bool, Meta(description="whether it takes no more prompts")]

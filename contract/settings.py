@@ -16,12 +16,12 @@ class SettingsReply(msgspec.Struct, frozen=True):
         dict[str, Any], Meta(description="the value of each setting by its name; secrets and passwords are `***`")
     ]
     waiting: Annotated[
-        list[str], Meta(description="settings that have changed in the settings file and wait for a restart")
+        list[str], Meta(description="names of settings that have changed in the settings file and take effect after a restart")
     ] = []
     reloaded_s: Annotated[
         float | None,
         Meta(
-            description="when the settings file was last read again, in seconds since 1970; null if it was not since the "
-            "start, or if there is none"
+            description="when the settings file was last read again, in seconds since 1970; null if it has not been since "
+            "the start, or if there is no such file"
         ),
     ] = None

@@ -72,7 +72,7 @@ class MirrorListener:
         """Listen, and return the port. Raises OSError."""
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._answer)
-        # Bodies are decoded here, because aiohttp knows other codings, and no limit for several members.
+        # Bodies are decoded here, because aiohttp accepts other codings, and does not bound the number of members.
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=STOP_TIMEOUT_S, auto_decompress=False)
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port).start()

@@ -100,7 +100,7 @@ def _prompt(raw: bytes) -> tuple[str, bytes]:
 
 
 def _prompt_field(body: Fields) -> str | None:
-    """Return the name of the field with the prompt, or None if there is none. The Responses API has a `text`, too."""
+    """Return the name of the field with the prompt, or None. A `text` that is an object, as in the Responses API, is none."""
     fields = (name for name in PROMPT_FIELDS if is_given(body, name))
     return next((name for name in fields if name == "prompt" or bytes(body[name]).startswith((b'"', b"["))), None)
 

@@ -159,7 +159,7 @@ def sim(
     no_prompt_tokens_details: Annotated[
         bool, _switch("do not report cached tokens in usage", "--no-prompt-tokens-details")
     ] = False,
-    rust_front_end: Annotated[bool, _switch("be behind vLLM's front end in Rust", "--rust-front-end")] = False,
+    rust_front_end: Annotated[bool, _switch("answer as behind vLLM's front end in Rust", "--rust-front-end")] = False,
     hash_seed: Annotated[str, _help("seed of the block hashes, as PYTHONHASHSEED", metavar="SEED")] = DEFAULT_SEED,
     instant: Annotated[bool, _switch("steps take no time", "--instant")] = False,
     prefill_rate: Annotated[float, _help("prefill rate, tokens/s")] = DEFAULT.prefill_tokens_per_s,

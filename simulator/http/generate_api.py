@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paths for token ids: vLLM's /inference/v1/generate, and /generate as SGLang has it.
 
-A replica has both, so that a router can be tried with either; apart from this path it is vLLM.
+A replica has both, so that a router can be tried with either. On all other paths it behaves as vLLM.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvrouter.simulator.cache import tokenizer
 from kvrouter.simulator.http.bodies import AtLeastOne, GenerationBody, Salt, StreamOptions, TokenId
 from kvrouter.simulator.http.replies import DONE, Finish
 
-# The paths for token ids answer once.
+# The paths for token ids give one answer here.
 OnlyOne = Annotated[int, msgspec.Meta(ge=1, le=1)]
 TokenIds = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 

@@ -125,7 +125,7 @@ def test_a_decision_shows_how_many_prompts_and_answers_it_was_about(tab: Browser
     expect(page.locator("#decisions-list tbody tr >> nth=0")).to_contain_text("51 in 3")
     page.click("#decisions-list td >> nth=0")
     expect(page.locator("#decision")).to_contain_text("3 prompts, placed together, 2 answers to each: 51 tokens,")
-    expect(page.locator("#decision")).to_contain_text("tokens as reused, which no prediction is about")
+    expect(page.locator("#decision")).to_contain_text("tokens as reused; no prediction can be compared with that")
 
 
 def test_rows_open_and_close_by_keyboard(tab: BrowserPage) -> None:

@@ -39,7 +39,7 @@ JSON_PATHS = {
 # candidates takes some kB per worker.
 MAX_LISTED, MAX_LAST, MAX_WRONG = 1_000, 50, 50
 
-# What to do if the archive cannot be written, by the number of the error.
+# The remedies if the archive cannot be written, by the error's number (`OSError.errno`).
 NO_FOLDER, NO_RIGHT, NO_ROOM = (
     "name a file in a folder that exists",
     "name a file in a folder that you may write to",

@@ -79,7 +79,7 @@ def outcome_line(answer: dict[str, Any]) -> str:
 
 
 def prompts_text(answer: dict[str, Any]) -> str:
-    """Return how many prompts and answers a decision was about, as part of a line; empty for one of each."""
+    """Return the numbers of prompts and answers of a decision as part of a line, or "" for one of each."""
     prompts, answers = answer.get("num_prompts", 1), answer.get("answers", 1)
     text = f" of {prompts} prompts" if prompts > 1 else ""
     return f"{text}, {answers} answers{' to each' if text else ''}" if answers > 1 else text
@@ -88,8 +88,8 @@ def prompts_text(answer: dict[str, Any]) -> str:
 def candidates_text(answer: dict[str, Any], num_tokens: int, width: int) -> Text:
     """Return the candidates in an explained choice as a table, with the chosen one marked; counts are in tokens.
 
-    The reason that limits a candidate's hit is below its row, folded at `width`, and then the terms of its cost, if there
-    are others than the columns show.
+    The reason that limits a candidate's hit is below its row, folded at `width`, followed by the terms of its cost if the
+    columns do not show all of them.
     """
     rows = [("", "WORKER", *[tier.heading for tier in TIERS], "UNCACHED", "LOAD", "COST", "STATE")]
     chosen = (answer["worker_id"], answer["dp_rank"])
@@ -154,7 +154,7 @@ def _limit(candidate: dict[str, Any]) -> str:
 
 
 def _terms(parts: dict[str, int]) -> str:
-    """Return how a cost is made of its terms, or "" if the columns show them all."""
+    """Return the terms of a cost as text, or "" if the columns show all of them."""
     terms = [(name, parts[name]) for name in COST_TERMS if parts[name]]
     if all(name in COLUMN_TERMS for name, _ in terms):
         return ""

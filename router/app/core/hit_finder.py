@@ -28,8 +28,8 @@ from kvrouter.router.model.workers.model_names import unknown_model
 # How long a long prompt is hashed before other requests get a turn: as long as one turn of ingest (`commit_loop.py`).
 TURN_S = 0.002
 
-# How many hits of the prompts of a list are added up one by one, where they depend on more than hashes: 1 ms. Usually
-# all of them are added up as numbers (`Matcher.match_list`).
+# The most hits of a list's prompts that are added up one by one, which takes 1 ms. That is needed only where hits depend
+# on more than hashes; usually they are added up as arrays (`Matcher.match_list`).
 LIST_HITS = 1_024
 
 WHOLE_PROMPT = "log-probabilities of the prompt are wanted, for which the engine computes all of it"
@@ -78,10 +78,10 @@ class HitFinder:
         self._plans.clear()
 
     def take_adapters(self) -> None:
-        """Note that engines list other adapters than before.
+        """Apply a change of the adapters that engines list.
 
-        Guesses about an engine that loaded an adapter again from another path end, because a guess names an adapter
-        without its path.
+        If an engine has loaded an adapter again from another path, forget the prompts by which hits of its workers are
+        guessed, because a guess names an adapter without its path.
         """
         self.forget_plans()
         adapters = {url: dict(paths) for url, paths in self._adapters().items()}
@@ -187,7 +187,7 @@ class HitFinder:
             if summed is not None:
                 return summed
         first_hits = self.hits(known[0])
-        # The last prompts, because a report may be about the last one.
+        # Keep the last prompts, because an engine's report may be about the last one.
         others = known[1:][-max(1, LIST_HITS // len(first_hits)) :]
         return sum_of([first_hits, *map(self.hits, others)], is_last_known=is_last_known)
 
@@ -239,8 +239,8 @@ class HitFinder:
 def _with_adapters(stream: WorkerStream, adapters: Mapping[str, str]) -> WorkerView:
     """Return the stream's view with the adapter paths that the engine lists.
 
-    They take precedence over declared and registered paths, which may be those of an adapter that was loaded again since,
-    if the engine lists the paths that it hashes.
+    If the engine lists the paths that it hashes, they take precedence over declared and registered paths, because an
+    adapter may have been loaded again from another path since.
     """
     view = stream.view
     if not adapters:

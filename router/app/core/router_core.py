@@ -162,7 +162,7 @@ class Core:
         self._judge = RegistrationJudge(self.registry, self.engine_lists, clock)
         self._names = ModelNames(parse_aliases(config.model_aliases))
         self._names_known = self._loaded = False
-        # The result of `request_ranks`, or None if registrations or engines changed since.
+        # The result of `request_ranks`, or None if registrations or engines have changed since it was computed.
         self._request_ranks: dict[WorkerKey, int] | None = None
         self._feed = feed or EventFeed(life=token, wall_clock=clock, metrics=metrics.watch)
         self.registry.subscribe(members=self._on_members, view=self._on_view)

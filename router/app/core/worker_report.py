@@ -31,7 +31,7 @@ def worker_status(stream: WorkerStream, mirror: MirrorSync, unread: str | None, 
     reasons = (
         unread,
         stream.view.reason,
-        # Until a group has shown itself, an engine that has stored nothing yet is well.
+        # An engine that has stored nothing yet shows no groups, which is no problem.
         catalog.problem if catalog.groups else None,
         mirror.lost_credit(stream.worker),
         registration.note,

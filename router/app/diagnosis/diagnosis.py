@@ -133,7 +133,7 @@ class Diagnosis:
         return SettingsReply(settings.in_force.shown(), settings.waiting, self._reloaded_s)
 
     def _file_changed(self) -> None:
-        """Note the time if the settings file was read again; its problem may have changed alone."""
+        """Note the time if the settings file was read again. This is also called if only its problem has changed."""
         assert self._settings.file is not None
         if self._settings.file.value is not self._file_settings:
             self._file_settings, self._reloaded_s = self._settings.file.value, self._wall_clock()

@@ -46,7 +46,7 @@ def engine_findings(snapshot: Snapshot) -> Iterator[Finding]:
     for twins in registered_twice(worker.registration for worker in snapshot.workers):
         names = tuple(twin.route_name for twin in twins)
         registrations = [worker.registration for worker in snapshot.workers if worker.registration.worker in twins]
-        # One that a client registered can be dropped at once.
+        # Prefer a worker that a client registered, because it can be dropped at once.
         extra = next((entry for entry in registrations if entry.source == REGISTER), registrations[-1])
         yield found(
             "KV110",
@@ -104,7 +104,7 @@ def _of_worker(worker: WorkerFacts) -> Iterator[Finding]:
             worker.refuses.evidence,
             f"find the refused requests in its engine's log, and start it with its peers' version and flags (such as "
             f"--max-model-len, adapters, tools); compare: curl -s {url}/v1/models",
-            # Otherwise one client's wrong requests may be the cause.
+            # If not several clients sent the refused requests, one client's wrong requests may be the cause.
             None if worker.refuses.is_spread else NOTE,
         )
     if worker.breaker:

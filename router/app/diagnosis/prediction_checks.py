@@ -47,7 +47,7 @@ WITH_RENDERING = "start the engines with --enable-scale-out (vLLM), or kvrouter 
 TOKEN_FIXES: dict[Reason, str] = {
     "timeout": "kvrouter serve --tokenizer MODEL=FOLDER, or --tokenize-timeout-s S with more",
     "busy": "kvrouter serve --processes N with more, or --tokenizer MODEL=FOLDER",
-    "no_engine": "start the engines, or register the workers with their url; it ends with the next texts that have tokens",
+    "no_engine": "start the engines, or register the workers with their url; the finding ends with the next texts that get tokens",
     "unreachable": "test it from the router's machine with curl, and look into the engine's log",
     "unauthorized": "kvrouter serve --worker-api-key KEY (all routers)",
     "unverified": WITH_RENDERING,

@@ -60,7 +60,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     disk: str = ""
     # The problem of its engine's CPU tier.
     cpu_tier: str = ""
-    # How often its engine clears its cache, if that is too often.
+    # How often its engine clears its cache if that is too often, otherwise "".
     clears: str = ""
     # Why blocks found no room in memory.
     refused: str = ""

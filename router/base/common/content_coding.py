@@ -43,7 +43,7 @@ class ContentCoding(StrEnum):
 
     GZIP = "gzip"
     ZSTD = "zstd"
-    # The body as it is. Clients should not send this name, and some do.
+    # The body as it is. Clients should not send this name, but some do.
     IDENTITY = "identity"
 
 
@@ -167,7 +167,7 @@ class BodyDecoder:
             return self._malformed("needs a window over 8 MiB (RFC 9659); compress it with a smaller one")
         if self._members > 1:
             return self._malformed(
-                f"has bytes after its end that are no further member ({cause}); send it without them"
+                f"has bytes after its end that are not another member ({cause}); send it without them"
             )
         return self._malformed(f"cannot be decoded ({cause}); compress it again, or send it plain")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections import deque
 
-# A person who resets a cache, or a trainer who does so between two updates of the weights, makes far fewer
-# announcements in these seconds.
+# This many clears in these seconds are too many. A person who resets a cache, or a trainer that does so between two
+# updates of the weights, causes far fewer.
 MOST_CLEARS = 20
 WINDOW_S = 10.0
 
@@ -19,7 +19,7 @@ class ClearWatch:
         self._grown: deque[tuple[float, int]] = deque(maxlen=MOST_CLEARS)
 
     def grew(self, clears: int, now_s: float) -> None:
-        """Note the worker's count of clears, which has grown. A jump of the count, as after a takeover, is one time."""
+        """Record that the worker's count of clears has grown. A jump of the count, as after a takeover, is one entry."""
         self._grown.append((now_s, clears))
 
     def problem(self, now_s: float) -> str:

@@ -25,7 +25,7 @@ from kvrouter.router.model.kvcache.hit_tables import FOUND_LIMITER, GeometryBuil
 from kvrouter.router.model.kvcache.prompt_hasher import SEGMENT_BLOCKS, PromptHasher, SegmentMemory
 from kvrouter.router.model.workers.stream_state import StreamState
 
-# The judge's number of the limiting group where none limits a hit.
+# Stands for the number of the limiting group in a hit that no group limits.
 NO_LIMITER = -1
 
 
@@ -266,12 +266,12 @@ class Matcher:
     def match_list(self, prompts: Sequence[Question], plans: HashPlans, *, is_last_known: bool) -> list[Hit] | None:
         """Return for each worker the sum of its hits for several prompts.
 
-        Return None where `table` does.
+        Return None if `table` returns None for one of them.
 
         Args:
             prompts: The prompts, all with the same adapter and salt.
             plans: The plans of the workers.
-            is_last_known: Whether the last of them is the last prompt of a list.
+            is_last_known: Whether the last of these prompts is also the last one of the list.
         """
         tables = [table for prompt in prompts if (table := self.table(prompt, plans)) is not None]
         if len(tables) < len(prompts):
@@ -371,7 +371,7 @@ def sum_of(of_prompts: Sequence[Sequence[Hit]], *, is_last_known: bool) -> list[
 
     Args:
         of_prompts: The hits of each prompt, all in the same order of workers.
-        is_last_known: Whether the last of them are those of a list's last prompt.
+        is_last_known: Whether the last hits are those of the list's last prompt.
     """
     return [
         msgspec.structs.replace(

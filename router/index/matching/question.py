@@ -53,7 +53,7 @@ class Question(msgspec.Struct, frozen=True, gc=False):
     held: bool = False
     # Kinds of engines that reuse nothing, because the request wants a result that needs the whole prompt computed.
     without_cache: frozenset[str] = frozenset()
-    # Whether the engine gets another body than the one that the tokens were made of, so that they are a guess.
+    # Whether the engine gets another body than the one from which the tokens were made, so that they are a guess.
     is_guess: bool = False
     # The hashes that were made before the match (`Matcher.hash_steps`), by hash space.
     hashers: dict[HashSpace, PromptHasher] = {}
@@ -95,7 +95,7 @@ class Question(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_counted(self) -> bool:
-        """Whether the length is exact: of a list, that of every prompt."""
+        """Whether the length is exact; for a list, whether that of every prompt is."""
         return self.is_whole or (self.others_counted and all(part.is_whole for part in self.parts))
 
 
@@ -145,7 +145,7 @@ class Hit(msgspec.Struct, frozen=True, array_like=True, gc=False):
     groups: tuple[GroupCover, ...] = ()
     # Where the prompt's blocks lie, if the question wants to know.
     held: tuple[HeldRuns, ...] = ()
-    # Of a list of prompts, the tokens of the last prompt with all tiers; None for one prompt, or if they are not known.
+    # The hit of a list's last prompt in tokens, over all tiers; None for one prompt, or if it is not known.
     last_tokens: int | None = None
 
     @property

@@ -94,7 +94,7 @@ def load_config(
         file: The settings file, or None without one.
         environ: The environment variables.
         flags: The values of all flags, by setting, see `given_flags`.
-        listed: What `listed_settings` returned for the file, or None to read it.
+        listed: The result of `listed_settings` for the file, or None to read it.
     """
     flag_values = given_flags(flags)
     if "redis" in flag_values and "data_dir" in flag_values:

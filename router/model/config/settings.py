@@ -104,7 +104,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     gateway_translated_paths: Annotated[
         tuple[str, ...],
         setting(
-            "a list of paths like /v1/messages whose requests the gateway translates into another API behind the pick: "
+            "a list of paths like /v1/messages whose requests the gateway translates into another API after the pick: "
             "the tokens of their prompts are a guess, so nothing is predicted for them",
             metavar="PATH",
             flag="--gateway-translated-path",

@@ -46,9 +46,9 @@ class TokenEndpoints(msgspec.Struct, frozen=True, eq=False):
     names_arguments: bool
     # Whether the engine converts messages of Anthropic's API into chats in the same way as this router.
     reads_messages: bool
-    # The path whose answer names a front end that stands before the engine, or "" if there is no other front end.
+    # The path whose answer names a front end that stands before the engine, or "" if the engine never has one.
     version_path: str = ""
-    # Returns the front end in such an answer with its version, for people, or "" if the engine itself answers.
+    # Returns the name and version of the front end in such an answer, for people, or "" if the engine itself answers.
     front_end_in: Callable[[bytes], str] = lambda answer: ""
 
 
@@ -65,7 +65,7 @@ class OperatorFlags(msgspec.Struct, frozen=True):
     prefix_cache: str
     # Sets how much of the accelerator's memory the engine uses, which determines the size of its KV cache.
     memory: str
-    # Makes block hashes known that the router cannot compute, as a whole sentence without its full stop.
+    # The advice if the router cannot compute the engine's block hashes, as a sentence without its full stop.
     hashes: str
 
 
@@ -106,8 +106,8 @@ class Engine(msgspec.Struct, frozen=True, eq=False):
     # Returns whether the engine reuses nothing for a request with these fields, because they need the whole prompt
     # computed.
     skips_cache: Callable[[Mapping[str, object]], bool]
-    # Whether its list of models names the path of an adapter that its hashes cover, and a new one as soon as the adapter
-    # is loaded again.
+    # Whether its list of models names the path of each adapter that its hashes cover, and names the new path as soon as
+    # the adapter is loaded again from another one.
     lists_hashed_paths: bool
     # The HTTP paths at which the engine applies `cache_salt`. It ignores the field at all others.
     salted_paths: frozenset[str]

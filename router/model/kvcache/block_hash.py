@@ -37,8 +37,8 @@ MAX_TOKEN_ID = 2**63 - 1
 # number, because block sizes in vLLM's attention backends are multiples of 8 or more, and so is their gcd.
 HASH_BLOCK_STEP_TOKENS = 8
 
-# The hash block size of a larger announced block is not guessed, only tried as the block's own: 10 schemes and 9 sizes
-# of 2,048 tokens already take 20 ms uncompiled, and an engine either announces smaller blocks too or can be declared.
+# For a larger announced block, only its own size is tried as the hash block size: 10 schemes and 9 sizes of 2,048
+# tokens already take 20 ms uncompiled, and an engine either announces smaller blocks too or can be declared.
 MAX_GUESSED_BLOCK_TOKENS = 2048
 
 # How many parts of an unknown extra key a message shows; known forms have two or three.
@@ -347,7 +347,7 @@ def tag_extra_keys(
         keys cannot be tagged for another reason.
     """
     if not isinstance(extra_keys, list | tuple | None):
-        return KeysUnknown(f"the extra keys of a block are no list: {_form(extra_keys)}")
+        return KeysUnknown(f"the extra keys of a block are not a list: {_form(extra_keys)}")
     rest = list(extra_keys or ())
     keys: list[tuple[object, ...]] = []
     if lora_name is not None:
@@ -412,8 +412,8 @@ def verify_scheme(
         token_ids: The block's `block_size` tokens, and the known tokens after the block. Schemes whose lookahead is
             longer are not tried.
         block_size: Tokens of the announced block.
-        hash_block_size: Tokens of a hash block, or None to try all `plausible_hash_block_sizes`; of a block above
-            MAX_GUESSED_BLOCK_TOKENS, only its own size.
+        hash_block_size: Tokens of a hash block, or None to try all `plausible_hash_block_sizes`; for a block above
+            MAX_GUESSED_BLOCK_TOKENS, None tries only its own size.
         extra_keys_untagged: This block's entry of the event's extra_keys. Pass only events that carry extra_keys at
             all, because absent ones may hide a salt.
         lora_name: The event's LoRA, or None.

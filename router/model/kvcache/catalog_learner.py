@@ -193,7 +193,7 @@ class CatalogLearner:
     def several(self, event: BlockStored) -> None:
         """Learn the size of whole blocks from the form of a store that announced several blocks. Call it after `stored`.
 
-        Source: vLLM 0.32.0 v1/core/block_pool.py: cache_partial_block announces one entry an event.
+        Source: vLLM 0.32.0 v1/core/block_pool.py: cache_partial_block announces one entry per event.
         """
         seen = self._seen.get(event.group_idx)
         if seen is not None and event.medium == GPU and event.block_size in seen.gpu_block_sizes - seen.whole_sizes:
@@ -377,7 +377,7 @@ class CatalogLearner:
         Args:
             hash_block_size: The size that verified hashes showed, for an engine whose prefix_match_unit is finer than
                 the gcd of its block sizes; None if no hash is verified.
-            hash_algo: The algorithm of the worker's hash scheme, which precedes the stated one; None for the stated one.
+            hash_algo: The algorithm of the worker's hash scheme, in place of the stated one; None to keep the stated one.
         """
         spec = self._spec
         if hash_algo is not None:
@@ -435,7 +435,7 @@ class CatalogLearner:
         stated_size = self._spec.hash_block_size
         if hash_block_size is not None and stated_size not in (None, hash_block_size):
             return (
-                f"its catalog states hash_block_size {stated_size}, the hashes of its events cover {hash_block_size} tokens: "
+                f"its catalog states hash_block_size {stated_size}, but the hashes of its events cover {hash_block_size} tokens: "
                 "register the engine's size, or none"
             )
         if stated and self._seen and not stated.keys() & self._seen.keys():

@@ -105,10 +105,10 @@ class HashIdentity:
         before = self.standing
         verdict = self._verdict(event, tokens, keys, self._spec.hash_block_size)
         if isinstance(verdict, KeysUnknown):
-            # It cost no hashing, and a later block may have no keys, or keys of a known form.
+            # Do not count this verdict: it cost no hashing, and a later block may have no keys, or keys of a known form.
             self._judgements -= 1
         elif self._spec.hash_block_size is not None and not isinstance(verdict, SchemeVerified):
-            # The stated size may be wrong; then the scheme is not in doubt, and the catalog names both sizes.
+            # The stated size may be wrong. Then the scheme is not in doubt, and the catalog's problem names both sizes.
             guessed = self._verdict(event, tokens, keys, None)
             verdict = guessed if isinstance(guessed, SchemeVerified) else verdict
         self._take(verdict)

@@ -22,7 +22,7 @@ REFUSALS = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
 # The fix for an engine that answers 401 or 403.
 GIVE_KEY = "give the router the key of the engine's --api-key, as --worker-api-key or in --worker-api-keys-file"
 # It is not known here whether the router sends no key or a wrong one.
-NO_KEY_FITS = "it wants an API key, and the router has none for it, or another one"
+NO_KEY_FITS = "it wants an API key, and the router has none for it or a wrong one"
 KEY_WANTED = f"{NO_KEY_FITS}: {GIVE_KEY}"
 
 # The largest deployments have hundreds of ranks, each of which becomes a worker.

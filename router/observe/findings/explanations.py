@@ -150,7 +150,7 @@ EXPLANATIONS: dict[str, Explanation] = {
     ),
     "KV109": Explanation(
         "The engine's `/v1/models` answers the router with 401 or 403: it was started with `--api-key`, or a "
-        "program before it checks keys. The router has no key for it, or another one. The router's own requests "
+        "program before it checks keys. The router has no key for it, or a wrong one. The router's own requests "
         "are refused, so texts get no tokens and no prediction. A client's request is sent with the client's own "
         "key, or is refused too. `/health` is degraded meanwhile.",
         "Give the router the engines' key: `--worker-api-key KEY` on all routers, or `--worker-api-keys-file` where "
@@ -299,7 +299,7 @@ EXPLANATIONS: dict[str, Explanation] = {
     ),
     "KV402": Explanation(
         "Most of the last prompts had another length at the engine, so its tokenizer or chat template differs "
-        "from the router's. Behind a gateway, it may also translate requests after the pick.",
+        "from the router's. A gateway may also translate requests after the router has picked the engine.",
         "Give the router the engine's tokenizer folder with its chat template (`--tokenizer MODEL=FOLDER`), or "
         "none, so that the engine tokenizes (docs/how-to/tokenizers.md). Name the paths that a gateway translates in "
         "`gateway_translated_paths` (docs/how-to/gateway.md).",
@@ -334,9 +334,9 @@ EXPLANATIONS: dict[str, Explanation] = {
         "`--tokenizer MODEL=FOLDER`).",
     ),
     "KV407": Explanation(
-        "Of the last prompts that the engine reused while each was alone there (at most 16, at least 8), more than "
-        "half were predicted to reuse nothing, while the worker was live and nothing withheld its credit. Nothing "
-        "wrong is promised, but prompts are sent away from the worker that holds them.",
+        "The engine reuses prompts for which nothing was predicted: more than half of the last 8 to 16 prompts that it "
+        "reused while each was alone there, with the worker live and nothing withholding its credit. No prediction "
+        "promises too much, but prompts are sent away from the worker that holds them.",
         "If these prompts have a `cache_salt`, the engine's version ignores it at their path (old versions do at "
         "`/v1/messages`): all tenants share one cache, so update the engine. If the engine stored blocks before "
         "the router followed it, give it a replay endpoint or the engine patch. If neither holds, report it: "
@@ -344,8 +344,8 @@ EXPLANATIONS: dict[str, Explanation] = {
     ),
     "KV408": Explanation(
         "vLLM may run behind a front end in Rust (`VLLM_USE_RUST_FRONTEND=1`), which answers 404 to the endpoints that "
-        "return the tokens of a request. The router asks its `/tokenize` and compares that with the engine; requests "
-        "that neither explains are placed by load. Token ids are placed exactly.",
+        "return the tokens of a request. The router uses its `/tokenize` where probes show that it agrees with the engine; "
+        "other texts are placed by load. Token ids are placed exactly.",
         "Give the router the engine's tokenizer folder (`--tokenizer MODEL=FOLDER`), or start vLLM with its front end in "
         "Python and `--enable-scale-out`.",
     ),

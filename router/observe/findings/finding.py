@@ -105,8 +105,8 @@ FIXES = {
     "KV108": "kvrouter serve --max-workers N, with more than now, or register fewer; if its registration cannot be read,"
     " register it again",
     "KV109": "kvrouter serve --worker-api-key KEY, or correct its key in --worker-api-keys-file (all routers)",
-    "KV209": "find who resets the cache (POST /reset_prefix_cache, sleep, updates of weights: the engine's log), or update "
-    "the engine, whose events are broken if nobody does",
+    "KV209": "find in the engine's log who resets the cache (POST /reset_prefix_cache, sleep, updates of weights); if nobody "
+    "does, its events are broken: update the engine",
     "KV302": "send it one prompt of plain text that it does not have yet; if that changes nothing, state none_hash_seed "
     "and hash_algo, or install the engine patch",
     "KV303": 'register the worker with its catalog: {"catalog": {"groups": [{"kind": ..., "block_size": ...}]}} '
@@ -148,7 +148,7 @@ def found(code: str, subject: Subject | str, evidence: str, fix: str = "", sever
 
     Args:
         code: One of CODES.
-        subject: What the finding is about; a text is about no worker and no model.
+        subject: The subject; a plain text names no worker and no model.
         evidence: The facts that show it.
         fix: Replaces the code's usual fix.
         severity: Replaces the code's usual severity.

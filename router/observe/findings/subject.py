@@ -10,7 +10,7 @@ from kvrouter.router.base.common.ids import WorkerKey, route_name
 
 
 class Subject(NamedTuple):
-    """What a finding is about."""
+    """The subject of a finding."""
 
     text: str
     # The workers that it is about, by their names in routes; empty if it is about none in particular.

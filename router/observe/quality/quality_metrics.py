@@ -23,7 +23,7 @@ UNJUDGED_REASONS = (
     "no_usage",  # a stream without stream_options.include_usage, or an answer that has none
     "no_cached_tokens",  # usage without cached_tokens: the engine runs without --enable-prompt-tokens-details
     "encoded",  # a content-encoding: the bytes are not examined
-    "several",  # several prompts or answers, and the report is about one that the router cannot tell
+    "several",  # several prompts or answers, and the router cannot know which one the report is about
 )
 
 

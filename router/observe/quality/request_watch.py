@@ -115,7 +115,7 @@ class Quality:
         return None if judge is None else judge.reuse()
 
     def health(self) -> list[str]:
-        """Return a sentence for each worker whose predictions promise what is not there, or cannot be checked."""
+        """Return a sentence for each worker whose predictions promise too much, or cannot be checked."""
         doubts = ((worker, judge.doubt()) for worker, judge in self._predictions.items())
         return [
             f"worker {printable(worker.route_name)}: {doubt.text}"

@@ -2,7 +2,7 @@
 """Finds the id of a response of `/v1/responses` at the beginning of its answer. Pure: bytes in, id out.
 
 A plain answer is the response; the first event of a stream (`response.created`) contains it. The id is its first field
-in vLLM 0.33.0 and SGLang 0.5.23; fields before it are read past, as long as they are short.
+in vLLM 0.33.0 and SGLang 0.5.23; short fields before it are skipped.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable
 
-# The part of an answer in which the id must be complete. Nothing of any length comes before it in any known engine.
+# The part of an answer in which the id must be complete. No known engine sends anything long before it.
 MAX_HEAD_BYTES = 16_384
 
 _EVENT_DATA = re.compile(r"(?:^|[\r\n])data:")
@@ -29,7 +29,7 @@ class ResponseIdReader:
 
         Args:
             found: Called with the id.
-            missed: Called in place of it if the beginning of the answer has none.
+            missed: Called instead if the beginning of the answer has no id.
             streams: Whether the answer consists of events.
         """
         self._found = found
@@ -101,7 +101,7 @@ def _value(text: str, start: int) -> tuple[object, int]:
     try:
         return _decode_value(text, start)
     except (ValueError, RecursionError):
-        # A wrong value looks like a cut one; both end at the limit of the head.
+        # An invalid value looks like one that is cut. Reading ends at the limit of the head in both cases.
         raise _Incomplete from None
 
 

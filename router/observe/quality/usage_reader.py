@@ -181,7 +181,7 @@ def _plain_object(value: bytes) -> Mapping[str, Any] | None:
 
 
 def usage_of(told: Mapping[str, Any]) -> Usage | None:
-    """Return a decoded usage object as `Usage`; None if it has no tokens of a prompt, of which each prompt has one."""
+    """Return a decoded usage object as `Usage`; None if it counts no tokens of a prompt."""
     # The Responses API and Anthropic's name them input and output.
     prompt_tokens = _tokens(told.get("prompt_tokens", told.get("input_tokens")))
     if prompt_tokens is None:
@@ -196,7 +196,7 @@ def usage_of(told: Mapping[str, Any]) -> Usage | None:
     if not prompt_tokens:
         return None
     details = told.get("prompt_tokens_details", told.get("input_tokens_details"))
-    # The meta_info of SGLang's /generate has the number beside the others.
+    # The meta_info of SGLang's /generate has cached_tokens beside the other counts.
     place = details if isinstance(details, dict) else told
     return Usage(prompt_tokens, completion_tokens, _tokens(place.get("cached_tokens")))
 

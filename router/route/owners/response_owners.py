@@ -29,7 +29,7 @@ from kvrouter.router.route.owners.response_owner import USABLE_ID, ResponseOwner
 
 log = logging.getLogger("kvrouter.owners")
 
-# A conversation of an agent is often continued on the next day. Engines keep responses until they end.
+# A conversation of an agent is often continued on the next day. Engines keep responses as long as their process runs.
 TTL_S = 24 * 3600
 # The responses that a process remembers, about 400 bytes each here and in Redis: two hours of ten turns a second. A
 # process removes from Redis what it forgets, so Redis holds at most this many for each process.
@@ -140,14 +140,14 @@ class ResponseOwners:
         self._change(response_id, None)
 
     def count_unread(self) -> None:
-        """Count a response of which the id could not be read."""
+        """Count a response whose id could not be read."""
         self._metrics.lost["no_id"].inc()
 
     def _put(self, response_id: str, owner: ResponseOwner) -> None:
         forgotten = self._table.put(response_id, owner, made_here=True)
         if forgotten is not None:
             self._metrics.lost["room"].inc()
-            # First, so that it is this change which makes room if too many wait.
+            # The deletion comes first: if too many changes wait, it is the one that makes room.
             self._change(forgotten, None)
         self._change(response_id, owner)
 
@@ -156,7 +156,7 @@ class ResponseOwners:
         if self._servers is None:
             return
         self._unwritten[response_id] = owner
-        # As many new owners and as many deletions as there can be of what this process knows.
+        # One new owner and one deletion for each response that this process can know.
         if len(self._unwritten) > 2 * self._max_known:
             del self._unwritten[next(iter(self._unwritten))]
             self._metrics.lost["unwritten"].inc()
@@ -189,9 +189,9 @@ class ResponseOwners:
         return None
 
     async def check_free(self, response_id: str, caller: str) -> None:
-        """Raise Conflict if a caller names its response as another one has named one, which it would write over.
+        """Raise Conflict if another caller has a response of this id, which the engine would overwrite.
 
-        Raises StoreDown if that is not known here, and Redis does not answer.
+        Raises StoreDown if this process does not know the id, and Redis does not answer.
         """
         if USABLE_ID.fullmatch(response_id) is None:
             return

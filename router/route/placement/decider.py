@@ -224,7 +224,7 @@ class Decider:
         return [hit.worker for hit in hits]
 
     def _names(self, question: Question) -> tuple[list[int], int]:
-        """Return the names of the prompt's prefixes, and the tokens between them; of a list, all prompts' names."""
+        """Return the names of the prompt's prefixes, and the tokens between them; for a list, the names of all its prompts."""
         block_size = self._fleet.hash_block_size(question.model)
         if question.parts:
             of_parts = [names_of(part, block_size, self._pending_seed)[0] for part in question.parts]
@@ -236,7 +236,7 @@ class Decider:
         question = request.question
         writes, traffic = self._fleet.writes(question.model), self._models[question.model]
         if question.parts:
-            # The beginnings of a list's prompts are not one beginning, so no copy of them is worth anything.
+            # The prompts of a list have no common beginning of which a copy would be worth anything.
             pending, copies = self._pending_parts(question, names, now), NO_COPIES
         else:
             pending = self._pending.tokens(names, step_tokens, question.num_tokens, now)
@@ -424,7 +424,7 @@ class Decider:
 
 
 def _takes_requests(worker: WorkerKey) -> None:
-    """Return that a worker takes requests, for one that no other worker can answer."""
+    """Return None, because the worker takes this request: no other worker can answer it."""
 
 
 def _furthest(first: Mapping[WorkerKey, int], second: Mapping[WorkerKey, int]) -> Mapping[WorkerKey, int]:

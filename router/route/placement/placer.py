@@ -302,7 +302,7 @@ class Placer:
         if request.question.is_long:
             await self._fleet.hash_ahead(request.question)
         if request.is_owned:
-            # Waiting makes no room for it: the engine alone decides when it computes the prompt.
+            # Waiting here would not help, because no other worker can take it.
             return self.reserve(request)
         return await self._line.place(request)
 

@@ -23,7 +23,7 @@ TEXT_PATH = "/v1/completions"
 RESPONSES_PATH = "/v1/responses"
 EMBEDDINGS_PATH = "/v1/embeddings"
 MESSAGES_PATH = "/v1/messages"
-# Tokens in, tokens out.
+# The engines' own paths for prompts given as token ids.
 GENERATE_PATH = "/inference/v1/generate"
 SGLANG_GENERATE_PATH = "/generate"
 
@@ -37,10 +37,10 @@ ID_FIELDS = {
 # The fields of bodies, in any API, that hold a prompt which is no chat: a text, token ids, or a list of either.
 PROMPT_FIELDS = ("prompt", "token_ids", "input_ids", "text")
 
-# Reading such a body takes 3 ms of a text and 50 ms of numbers, and nothing else of Python runs meanwhile. A longer one is
-# refused.
+# The largest body that is read as Python reads it; a longer one is refused. Reading takes 3 ms for a text and 50 ms for
+# numbers, and no other Python code runs meanwhile.
 MAX_PYTHON_BYTES = 1024**2
-# One of these is in every UTF-8 body that Python reads and msgspec refuses: its names of numbers, or half of a character.
+# Every UTF-8 body that Python reads and msgspec refuses has one of these: Python's special numbers, or half of a character.
 _PYTHON_ALONE = re.compile(rb"NaN|Infinity|\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -129,5 +129,5 @@ def is_text(value: str) -> bool:
 
 
 def _is_cut(raw: bytes, error: Exception) -> bool:
-    """Return whether msgspec's error is that the JSON ends too early; a number that does is wrong at its end."""
+    """Return whether msgspec's error means that the JSON ends too early; for a cut number it names the last byte."""
     return str(error).endswith(("Input data was truncated", f"(byte {len(raw)})"))

@@ -19,7 +19,7 @@ from kvrouter.router.route.tokens.prompt_tokens import estimated_tokens
 # Their hits are found at once, as a choice needs them all at the same moment: 0.4 ms for 64 prompts of 2,000 tokens
 # among 16 workers, 0.8 ms among 64 and 2.5 ms among 256 (benchmarks/prompt_lists.py). A turn of ingest takes 2 ms.
 LOOKED_UP = 64
-# The size of all prompts that are looked up, but for the last one: some 700,000 token ids, as many as the longest
+# The most bytes of the prompts that are looked up, besides the last one: some 700,000 token ids, as many as the longest
 # single prompts have.
 LOOKED_UP_BYTES = 4 * 1024**2
 # Longer lists are not split into prompts at all: each prompt is an object, and a body of 32 MiB may have eight million.

@@ -32,8 +32,7 @@ class PlacedBy(Enum):
 
     # The tokens of its prompt, where they are known, else load.
     TOKENS = "tokens"
-    # Load, because no single prompt is known to decide: each pair of texts is a prompt of its own, made by a template
-    # of the engine.
+    # Load, because the prompts are not known: the engine makes one of each pair of texts, by a template of its own.
     LOAD = "load"
     # Load; the body is a form.
     FORM = "form"
@@ -61,7 +60,7 @@ PROXIED = {
     RESPONSES_PATH: ProxiedPath(PlacedBy.TOKENS, f"A response, {BEST}", "chat"),
     EMBEDDINGS_PATH: ProxiedPath(PlacedBy.TOKENS, "Embeddings, by an engine", "embeddings"),
     MESSAGES_PATH: ProxiedPath(PlacedBy.TOKENS, f"A message of Anthropic's API, {BEST}", "chat"),
-    GENERATE_PATH: ProxiedPath(PlacedBy.TOKENS, f"Tokens for tokens, where vLLM has it, {BEST}", "text_completion"),
+    GENERATE_PATH: ProxiedPath(PlacedBy.TOKENS, f"An answer in token ids to token ids, where vLLM has it, {BEST}", "text_completion"),
     SGLANG_GENERATE_PATH: ProxiedPath(
         PlacedBy.TOKENS,
         f"An answer to a text or to tokens, where SGLang has it, {BEST}",
@@ -72,7 +71,7 @@ PROXIED = {
     "/v1/audio/transcriptions": ProxiedPath(PlacedBy.FORM, f"The text of a recording, {LEAST_LOAD}"),
     "/v1/audio/translations": ProxiedPath(PlacedBy.FORM, f"The text of a recording in English, {LEAST_LOAD}"),
     "/v1/audio/speech": ProxiedPath(PlacedBy.LOAD, f"A recording of a text, {LEAST_LOAD}"),
-    "/pooling": ProxiedPath(PlacedBy.LOAD, f"What a pooling model makes of texts, {LEAST_LOAD}"),
+    "/pooling": ProxiedPath(PlacedBy.LOAD, f"The output of a pooling model for texts, {LEAST_LOAD}"),
     "/classify": ProxiedPath(PlacedBy.LOAD, f"The classes of texts, {LEAST_LOAD}"),
     "/v1/rerank": ProxiedPath(PlacedBy.LOAD, f"Documents in the order of their relevance, {LEAST_LOAD}"),
     "/v2/rerank": ProxiedPath(PlacedBy.LOAD, "The same, where Cohere's second API has it"),
@@ -118,6 +117,6 @@ def stored_path(path: str) -> tuple[str, str] | None:
 
 
 def route_of(path: str) -> str:
-    """Return the path without what only one request has, for metrics and scopes."""
+    """Return the path with a placeholder for the id of a stored response, for metrics and scopes."""
     stored = stored_path(path)
     return path if stored is None else stored[0]

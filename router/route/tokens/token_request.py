@@ -203,9 +203,9 @@ def cuts_cleanly(request: TokenRequest, at: int) -> bool:
 
 
 def read(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64] | ListRequest | Prompt:
-    """Return the request for tokens, or the ids if the client sent them (int64); or several prompts, each as such.
+    """Return the request for tokens, or the ids if the client sent them (int64); for a list, all its prompts as either.
 
-    Ids with further facts, such as the places of media among them, are a `Prompt`.
+    Ids with further facts, such as the places of media among them, are returned as a `Prompt`.
 
     Raises:
         BadQuestion: The prompt cannot be read.
@@ -261,7 +261,7 @@ def _input(path: str, field: msgspec.Raw, ids: NDArray[np.uint64] | None) -> NDA
 
 
 def _generate(path: str, fields: dict[str, msgspec.Raw], ids: NDArray[np.uint64] | None) -> TokenRequest | Prompt:
-    """Return the prompt of an engine's own path for ids, or the request of its text; a list of prompts goes by load."""
+    """Return the prompt of an engine's own path for ids, or the request of its text; a list is placed by load."""
     if path == GENERATE_PATH:
         if ids is None and not is_given(fields, "token_ids"):
             raise BadQuestion("token_ids is missing")
@@ -274,7 +274,7 @@ def _generate(path: str, fields: dict[str, msgspec.Raw], ids: NDArray[np.uint64]
         return sglang_prompt(fields, _given(ids))
     prompts = prompts_of(fields[name])
     if isinstance(prompts, PromptList):
-        # Each answer of the list that the engine returns has the report of its own prompt alone.
+        # The engine returns a list of answers, each with a report about its own prompt alone.
         raise _not_looked_up(path, prompts.num_prompts)
     prompt = _one_prompt(prompts)
     if not isinstance(prompt, msgspec.Raw):

@@ -27,7 +27,7 @@ class KeyBounds(msgspec.Struct, frozen=True):
 
     @property
     def binds(self) -> bool:
-        """Whether the key may not name every model and every salt."""
+        """Whether the key is kept from some models or salts."""
         return bool(self.models is not None or self.cache_salts is not None or self.cache_salt or self.foreign_salts)
 
     def salted(self, cache_salt: str | None) -> str | None:

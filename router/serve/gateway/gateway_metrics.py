@@ -40,8 +40,8 @@ class GatewayMetrics:
         )
         # The kinds are:
         #
-        # - repeated: a piece came again behind the end of a body, or an empty one; it was passed over.
-        # - early: the end was marked before the end of the body's JSON; the body was completed by the pieces behind it.
+        # - repeated: after the end of a body, its last piece came again, or an empty piece came; it was ignored.
+        # - early: the end was marked before the end of the body's JSON; the pieces after it completed the body.
         self.wrong_ends = cache(
             registry.counter(
                 "gateway_wrong_ends_total", "Ends of request bodies that the gateway marked twice or too early", "kind"

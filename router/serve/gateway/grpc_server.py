@@ -176,7 +176,7 @@ class GatewayServer:
         try:
             while True:
                 if stream.is_cut:
-                    # A cancelled read would lose the message, so it goes on if it takes too long.
+                    # A cancelled read would lose the message, so the read continues after the timeout.
                     reading = reading or asyncio.ensure_future(context.read())
                     await asyncio.wait((reading,), timeout=REST_S)
                     raw = reading.result() if reading.done() else grpc.aio.EOF
@@ -215,7 +215,7 @@ class GatewayServer:
 
         Args:
             stream: The stream of the message.
-            raw: The message, or EOF if the rest of a cut body does not come.
+            raw: The message, or EOF if the rest of a cut body did not come.
         """
         try:
             replies = stream.end_cut() if raw is grpc.aio.EOF else stream.receive(decode(raw))

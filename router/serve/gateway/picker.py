@@ -76,7 +76,7 @@ class Picker:
         models: Callable[[], list[str]],
         # The number of endpoints to name after the picked one.
         fallbacks: int,
-        # The paths whose requests the gateway translates behind the pick.
+        # The paths whose requests the gateway translates after the pick.
         translated: frozenset[str],
         # Returns monotonic seconds.
         clock: Callable[[], float],
@@ -286,7 +286,7 @@ def translated_paths(paths: Iterable[str]) -> frozenset[str]:
     """Return the paths of the setting gateway_translated_paths. Raises SettingError."""
     if unknown := sorted(set(paths) - TRANSLATABLE):
         raise SettingError(
-            f"gateway_translated_paths has {unknown[0]!r}; gateways translate {', '.join(sorted(TRANSLATABLE))}"
+            f"gateway_translated_paths has {unknown[0]!r}; name paths that gateways translate: {', '.join(sorted(TRANSLATABLE))}"
         )
     return frozenset(paths)
 

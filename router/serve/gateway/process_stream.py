@@ -105,7 +105,7 @@ class GatewayRequest:
 
 
 def _known_path(path: str) -> str:
-    """Return the path of a stored response or the longest of the other proxied paths that ends this one, or else the path."""
+    """Return the end of the path that is a proxied path, the longest if there are several, or the whole path if none is."""
     if path in PATHS:
         return path
     # An id may end like one of the paths, so a stored response comes first.
@@ -137,12 +137,12 @@ class ProcessStream:
         self._length_bytes: int | None = None
         # The size of the last piece that is not empty.
         self._last_bytes = 0
-        # The complete body, by which a repeated piece is recognised, and whether white space behind it has no meaning.
+        # The complete body, by which a repeated piece is recognised, and whether white space after it has no meaning.
         self._body = b""
         self._is_json = False
         # Whether the body was marked as complete before its JSON was, so that the rest is waited for.
         self.is_cut = False
-        # The number of pieces behind the end that were passed over, and whether an early end was repaired.
+        # The number of pieces after the end that were ignored, and whether an early end was repaired.
         self.repeated_pieces = 0
         self.was_repaired = False
         self._has_trailers = False
@@ -285,14 +285,14 @@ class ProcessStream:
         return []
 
     def _after_end(self, message: Incoming) -> list[Reply]:
-        """Pass over a piece that adds nothing to the complete body. Raises ProtocolError if it adds something."""
+        """Ignore a piece that adds nothing to the complete body. Raises ProtocolError if it adds something."""
         data = message.data
         is_repeated = len(data) == self._last_bytes and self._body.endswith(data)
         if data and not is_repeated and not (self._is_json and data.isspace()):
             raise ProtocolError(
                 f"{len(data)} bytes came after the end of the request's body, which had {len(self._body)} bytes, and "
-                "they are not its last piece again: the gateway, or a filter before the picker, marks the end too "
-                "early; request_body_mode BUFFERED has no such marks"
+                "they do not repeat its last piece: the gateway, or a filter before the picker, marks the end too "
+                "early; set request_body_mode to BUFFERED, which needs no such mark"
             )
         self.repeated_pieces += 1
         # A gateway that sends BUFFERED bodies waits for the reply to each message.

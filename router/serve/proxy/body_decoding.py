@@ -47,7 +47,7 @@ class BodyDecoding:
             return bytes(body)
         decoder = BodyDecoder(coding, body, self._limit_bytes)
         try:
-            # A short body may decode to a long one, which is known once so much of it is decoded.
+            # A short body may decode to a long one. It is known to be long once this much of it is decoded.
             decoded = decoder.whole() if decoder.run(LONG_BODY_BYTES) else await asyncio.to_thread(decoder.whole)
         except TooLarge:
             self._counts[TOO_LARGE].inc()

@@ -68,7 +68,7 @@ def answers_of(value: Any) -> int:
 
 FIELDS = OpenAIBody.__struct_fields__
 
-# An ASCII letter as an escape sequence, in which no encoder writes it, but a client may.
+# The beginnings of escape sequences for ASCII letters. No encoder writes letters in this way, but a client may.
 ESCAPED_LETTERS = (rb"\u004", rb"\u005", rb"\u006", rb"\u007")
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])

@@ -37,7 +37,7 @@ FAILED = "failed"
 DECLINED = "declined"
 ABORTED = "aborted"
 NOTHING_GIVEN = "its answers to prefills have no kv_transfer_params: start the engine with --kv-transfer-config"
-GAVE_UP = 'it gives prompts up (finish_reason "abort") that it is to compute for others: its log says why'
+GAVE_UP = 'it gives up prompts that it is to compute for others (finish_reason "abort"): the engine\'s log says why'
 
 
 class Given(NamedTuple):

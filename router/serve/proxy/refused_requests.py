@@ -109,7 +109,7 @@ class _Window:
         return self._refused.most_common(1)[0][0]
 
     def usual_client(self) -> tuple[int, int]:
-        """Return the client with the most refusals, of which there must be one, and their number; 0: it is not known."""
+        """Return the client with the most refusals, 0 if it is not known, and their number. There must be a refusal."""
         callers = Counter(caller for _, status, caller in self._answers if _is_refusal(status))
         # Any of the requests without a key and a session may be of the same client as the others.
         unknown = callers.pop(0, 0)
@@ -155,7 +155,7 @@ class RefusedRequests:
                 client, client_refused = window.usual_client()
                 is_spread = client_refused <= CLIENT_SHARE_MAX * own.refused
                 doubt = (
-                    f"; up to {client_refused} of them came from one client, so it may be its requests that are wrong"
+                    f"; up to {client_refused} of them came from one client, so that client's requests may be wrong, not the worker"
                 )
                 if not client:
                     doubt = (

@@ -42,7 +42,7 @@ from kvrouter.router.serve.proxy.form_body import read_form_model
 from kvrouter.router.serve.proxy.kv_transfer_params import is_received
 from kvrouter.router.serve.proxy.openai_body import OpenAIBody, openai_body, repeated_field, with_fields
 
-# The fields that a rule of the router may be about.
+# The fields that the router checks for a key, so engines must not read other values of them.
 RULED_FIELDS = ("model", "cache_salt", "previous_response_id", "request_id")
 
 # Whisper makes 50 tokens of a second, which takes 32 kB in a WAV file and 8 to 16 kB in an MP3 file. This estimate is
@@ -178,7 +178,7 @@ class RequestReader:
         Raises:
             UnknownResponse: The client's key has no such response.
             OwnerGone: The response is gone with its worker.
-            Conflict: The body names its response as another key has named one.
+            Conflict: The body's `request_id` is the id of a response of another key.
             StoreDown: The response is not known here, and Redis does not answer.
         """
         client = request.client
@@ -294,9 +294,9 @@ def _rule_of(client: ClientRequest) -> str | None:
     """Return the rule for which router and engine must read the same body alike, or None if there is none."""
     bounds = client.bounds
     if bounds is not None and bounds.binds:
-        return f"the API key {bounds.key} is bound to models or cache salts, which every reader must see alike"
+        return f"the API key {bounds.key} is bound to models or cache salts, so router and engine must read the same ones"
     if client.path == RESPONSES_PATH and caller_of(client):
-        return "a response belongs to the API key that made it, so every reader must see the same ids"
+        return "a response belongs to the API key that made it, so router and engine must read the same ids"
     return None
 
 

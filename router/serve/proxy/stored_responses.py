@@ -30,7 +30,7 @@ SUCCESSES = range(200, 300)
 
 
 class MadeResponse:
-    """A response while its answer passes: its owner is remembered when its id has passed."""
+    """A response while its answer passes. Its owner is remembered as soon as the id has passed."""
 
     def __init__(self, owners: ResponseOwners, worker: WorkerKey, caller: str) -> None:
         self._owners = owners
@@ -74,7 +74,7 @@ class StoredResponses:
         self._takers = takers
 
     def follow(self, request: Request, worker: WorkerKey, tap: AnswerTap, status: int) -> MadeResponse | None:
-        """Have the response remembered that passes the tap, or return None if the engine keeps none."""
+        """Remember the response that passes the tap, or return None if the engine keeps none."""
         if not request.may_be_stored or status != HTTPStatus.OK:
             return None
         made = MadeResponse(self.owners, worker, caller_of(request.client))

@@ -240,7 +240,7 @@ class VerifiedEngines:
     def front_ends(self) -> list[tuple[str, str, str]]:
         """Return the front ends without the engine's render endpoints: model, URL, and what they lack.
 
-        A front end before an engine whose tokens the tokenizer here makes is left out.
+        A front end is left out if the router's own tokenizer makes the tokens of its engine.
         """
         return [
             (model, url, _lack(judged.verdict))

@@ -99,7 +99,7 @@ export class Chart {
     this.tell();
   }
 
-  /** Returns the values of a series that have none beside them, as no line leads to these. They are drawn as points. */
+  /** Returns the places of a series' values without a neighbour: no line leads to them, so they are drawn as points. */
   lonely(number) {
     const column = this.data[number];
     const isNone = (value) => value === null || value === undefined;

@@ -22,7 +22,7 @@ const NONE = {
 };
 const PROOFS = {
   exact: "exact: the worker's events leave no doubt",
-  assumed: "assumed: the worker is in doubt, or only the beginning of the prompt, or a part of the list, is known",
+  assumed: "assumed: the worker is in doubt, or only the beginning of the prompt or some prompts of the list are known",
   approximate: "approximate: by what was sent there before",
   unknown: "unknown: the prompt's tokens were not known",
 };
@@ -132,7 +132,7 @@ function outcomeText(one) {
   if (one.delivered_tokens !== null) {
     const expected = one.expected_tokens > one.predicted_tokens ? `, ${count(one.expected_tokens)} expected` : "";
     parts.push(one.predicted_tokens === null
-      ? `the engine reports ${count(one.delivered_tokens)} tokens as reused, which no prediction is about`
+      ? `the engine reports ${count(one.delivered_tokens)} tokens as reused; no prediction can be compared with that`
       : `${count(one.delivered_tokens)} tokens delivered of ${count(one.predicted_tokens)} predicted${expected}`);
   }
   if (one.ttft_s !== null) parts.push(`first token after ${seconds(one.ttft_s)}`);

@@ -27,7 +27,7 @@ const COUNTERS = {
   possible_tokens: "kvrouter_achievable_hit_tokens_total", chosen_tokens: "kvrouter_chosen_hit_tokens_total",
 };
 // The outcomes that the history counts as failures. It also counts refusals with a status of 500 or more, which no counter
-// tells from others.
+// distinguishes from other refusals.
 const FAILURES = new Set(["server_error", "cut", "unreachable", "bug"]);
 export const HISTORY_METRICS = [...REQUESTS, ANSWERS, ...Object.values(COUNTERS)];
 
