@@ -50,7 +50,8 @@ class SelectBody(PromptBody, kw_only=True):
         ),
     ] = None
     n: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="number of answers to each prompt, for the load; 1 if absent")
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="number of answers to each prompt, for the load; 1 if absent"),
     ] = None
     messages: Annotated[Sequence[dict[str, Any]] | None, Meta(description="a chat, as in OpenAI's API")] = None
     session_id: Annotated[

@@ -91,9 +91,12 @@ class DecisionReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     num_tokens: Annotated[int, Meta(description="length of the prompt in tokens; for a list, of all its prompts")]
     # With `default=1` they would be left out of the usual reply.
     num_prompts: Annotated[
-        int, Meta(description="number of prompts in the request, which go to one worker; overlap is the sum of their hits")
+        int,
+        Meta(description="number of prompts in the request, which go to one worker; overlap is the sum of their hits"),
     ] = msgspec.field(default_factory=one)
-    answers: Annotated[int, Meta(description="number of answers to each prompt (`n`)")] = msgspec.field(default_factory=one)
+    answers: Annotated[int, Meta(description="number of answers to each prompt (`n`)")] = msgspec.field(
+        default_factory=one
+    )
     overlap: Annotated[Overlap, Meta(description="what the worker would reuse of the prompt")]
     expected_tokens: Annotated[
         int, Meta(description="tokens expected to be reused after the prompts ahead; at least the hit")

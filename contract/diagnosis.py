@@ -42,7 +42,8 @@ class Finding(msgspec.Struct, frozen=True):
         ),
     ] = msgspec.field(default_factory=list)
     model: Annotated[
-        str | None, Meta(description="the model that it is about; null if it is about none, or if the model is not known")
+        str | None,
+        Meta(description="the model that it is about; null if it is about none, or if the model is not known"),
     ] = None
 
 

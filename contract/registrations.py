@@ -75,7 +75,8 @@ class CatalogBody(msgspec.Struct, kw_only=True, omit_defaults=True):
     hash_algo: Annotated[
         str | None,
         Meta(
-            description="sha256, sha256_cbor, xxhash, xxhash_cbor (vLLM); sglang, sglang_bigram (SGLang, with EAGLE); by default learned"
+            description="sha256, sha256_cbor, xxhash, xxhash_cbor (vLLM); sglang, or sglang_bigram with EAGLE (SGLang); by default "
+            "learned"
         ),
     ] = None
     none_hash: Annotated[str | None, Meta(description="the parent hash of a first block, in hex")] = None

@@ -16,7 +16,8 @@ class SettingsReply(msgspec.Struct, frozen=True):
         dict[str, Any], Meta(description="the value of each setting by its name; secrets and passwords are `***`")
     ]
     waiting: Annotated[
-        list[str], Meta(description="names of settings that have changed in the settings file and take effect after a restart")
+        list[str],
+        Meta(description="names of settings that have changed in the settings file and take effect after a restart"),
     ] = []
     reloaded_s: Annotated[
         float | None,

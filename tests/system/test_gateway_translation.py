@@ -94,5 +94,7 @@ def test_a_request_that_is_not_translated_is_predicted_as_before(site: Site) -> 
 
 def test_only_paths_that_gateways_translate_are_named() -> None:
     assert translated_paths([MESSAGES, CHAT]) == {MESSAGES, CHAT}
-    with pytest.raises(SettingError, match="gateway_translated_paths has '/v1/nowhere'; name paths that gateways translate: /v1/chat"):
+    with pytest.raises(
+        SettingError, match="gateway_translated_paths has '/v1/nowhere'; name paths that gateways translate: /v1/chat"
+    ):
         translated_paths(["/v1/nowhere"])

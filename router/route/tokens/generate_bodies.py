@@ -67,7 +67,9 @@ def sglang_prompt(fields: Fields, ids: NDArray[np.int64]) -> Prompt:
     known_tokens = _first_logprob(fields)
     if known_tokens is None or known_tokens >= len(ids):
         return Prompt(len(ids), ids, "given")
-    problem = f"log-probabilities of the prompt are wanted from token {known_tokens} on, so the engine computes it from there"
+    problem = (
+        f"log-probabilities of the prompt are wanted from token {known_tokens} on, so the engine computes it from there"
+    )
     return Prompt(len(ids), ids[:known_tokens], "given", problem, known_tokens=known_tokens)
 
 

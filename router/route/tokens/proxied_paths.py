@@ -60,7 +60,9 @@ PROXIED = {
     RESPONSES_PATH: ProxiedPath(PlacedBy.TOKENS, f"A response, {BEST}", "chat"),
     EMBEDDINGS_PATH: ProxiedPath(PlacedBy.TOKENS, "Embeddings, by an engine", "embeddings"),
     MESSAGES_PATH: ProxiedPath(PlacedBy.TOKENS, f"A message of Anthropic's API, {BEST}", "chat"),
-    GENERATE_PATH: ProxiedPath(PlacedBy.TOKENS, f"An answer in token ids to token ids, where vLLM has it, {BEST}", "text_completion"),
+    GENERATE_PATH: ProxiedPath(
+        PlacedBy.TOKENS, f"An answer in token ids to token ids, where vLLM has it, {BEST}", "text_completion"
+    ),
     SGLANG_GENERATE_PATH: ProxiedPath(
         PlacedBy.TOKENS,
         f"An answer to a text or to tokens, where SGLang has it, {BEST}",

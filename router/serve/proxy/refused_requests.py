@@ -154,9 +154,7 @@ class RefusedRequests:
                 window = self._windows[worker]
                 client, client_refused = window.usual_client()
                 is_spread = client_refused <= CLIENT_SHARE_MAX * own.refused
-                doubt = (
-                    f"; up to {client_refused} of them came from one client, so that client's requests may be wrong, not the worker"
-                )
+                doubt = f"; up to {client_refused} of them came from one client, whose requests may be wrong rather than the worker"
                 if not client:
                     doubt = (
                         "; whether they came from one client cannot be seen, as they have neither API key nor session"

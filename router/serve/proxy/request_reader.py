@@ -294,7 +294,9 @@ def _rule_of(client: ClientRequest) -> str | None:
     """Return the rule for which router and engine must read the same body alike, or None if there is none."""
     bounds = client.bounds
     if bounds is not None and bounds.binds:
-        return f"the API key {bounds.key} is bound to models or cache salts, so router and engine must read the same ones"
+        return (
+            f"the API key {bounds.key} is bound to models or cache salts, so router and engine must read the same ones"
+        )
     if client.path == RESPONSES_PATH and caller_of(client):
         return "a response belongs to the API key that made it, so router and engine must read the same ids"
     return None
