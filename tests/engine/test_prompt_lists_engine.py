@@ -96,7 +96,7 @@ def test_texts_of_a_list_have_the_engines_tokens(fleet: Fleet) -> None:
 
 
 def test_streams_and_several_answers_are_not_compared(fleet: Fleet) -> None:
-    """In a stream vLLM reports the prompt that began first; of several answers, one that may reuse another's blocks."""
+    """For a stream, vLLM reports the prompt that began first; for several answers, one that may reuse another's blocks."""
     rng = Random(33)
     for _ in range(10):
         prompts = [ids(rng, 200), ids(rng, 40)]

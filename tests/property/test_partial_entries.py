@@ -61,7 +61,7 @@ def hash_at(prompt: int, tokens: int) -> int | None:
 
 
 class Engine:
-    """What the engine announces for its prompts. A hash has one copy in a group."""
+    """The announcements of an engine for its prompts. A hash has one copy in a group."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies in the content codings that the router decodes, and bodies that decode to far more than they have."""
+"""Bodies in the content codings that the router decodes, and short bodies that decode to very long ones."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_whatever_the_prefill_worker_answers_the_decode_worker_can_do_it(
 
 
 def test_the_reuse_of_a_decode_side_is_not_compared(pools: Pools) -> None:
-    """It reports the tokens that the prefill side reused, or those that it fetched."""
+    """The decode side reports the tokens that the prefill side reused, or those that it fetched itself."""
     details = {"cached_tokens": 1_024}
     usage = {"prompt_tokens": LONG, "completion_tokens": 1, "prompt_tokens_details": details}
     reuses = plain(json.dumps({"choices": [], "usage": usage}).encode())

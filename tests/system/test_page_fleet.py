@@ -314,7 +314,7 @@ def test_figures_of_the_last_minute_are_those_that_the_router_states(tab: Browse
 @pytest.mark.parametrize("model", ["", "m"])
 def test_charts_from_counters_count_failures_as_the_history_does(tab: BrowserPage, model: str) -> None:
     page = tab.open("events")
-    # Answers have the models that requests lack; an answer is whole, so it has fewer outcomes.
+    # Only answers are counted by model. A counted answer is complete, so there are fewer outcomes.
     outcomes = ANSWER_OUTCOMES if model else (*ANSWER_OUTCOMES, "refused", "unreachable", "cut", "client_gone", "bug")
     names = ("proxy_answers",) if model else ("proxy_requests", "gateway_requests")
     page_of = "\n".join(

@@ -98,7 +98,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 
 def test_every_prompt_of_a_list_decides_where_it_goes(stage: Stage) -> None:
-    """The first prompt is known to nobody, so it alone would go anywhere."""
+    """No replica holds the first prompt, so it alone could go to either."""
     for worker in (0, 1) * 4:
         held = stage.rng.choice(stage.held[worker])
         prompts = [stage.new(3), [*held, *stage.new(5)]]
@@ -254,6 +254,6 @@ def test_rows_show_what_lists_reused(stage: Stage) -> None:
     before = rows(stage.router)["w0"]["reuse"]
     stage.decision(stage.send([stage.new(30), [*stage.held[0][0], *stage.new(4)]]))
     after = rows(stage.router)["w0"]["reuse"]
-    # Of a list, the last prompt is judged.
+    # The last prompt of a list is judged.
     assert after["prompt_tokens"] - before["prompt_tokens"] == HELD_TOKENS + 4
     assert json.dumps(after)

@@ -212,7 +212,7 @@ def test_a_fault_is_found_by_its_code_alone(code: str) -> None:
 
 @pytest.mark.parametrize("code", FAULTS)
 def test_a_finding_names_its_workers_and_its_model_in_fields_of_their_own(code: str) -> None:
-    """Programs look for these, and a subject is a sentence for people."""
+    """Programs read these fields; the subject is a text for people."""
     (finding,) = findings(FAULTS[code])
     kind = finding.subject.partition(" ")[0]
     named = re.findall(r"\bw\d\b", finding.subject)

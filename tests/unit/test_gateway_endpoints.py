@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers as a gateway knows them, subsets of endpoints, and the fallbacks behind the picked endpoint."""
+"""Workers as a gateway knows them, subsets of endpoints, and the fallbacks after the picked endpoint."""
 
 from __future__ import annotations
 

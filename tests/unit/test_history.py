@@ -149,7 +149,7 @@ def test_the_share_of_fast_answers_decides_the_percentile() -> None:
 
 @pytest.mark.parametrize("range_s", [HOUR_S, DAY_S])
 def test_the_last_minute_has_the_percentiles_of_all_its_answers(range_s: int) -> None:
-    """Not those of its last step, nor those of the range."""
+    """They are neither those of its last step nor those of the range."""
     history, now_s = History(), BEGAN_S + 2 * MINUTE_S + SETTLE_S
     for began_s, seconds, answers in ((BEGAN_S, 50.0, 90), (BEGAN_S + MINUTE_S, 1.0, 90), (BEGAN_S + 115, 0.01, 10)):
         sums = ModelSums()

@@ -85,7 +85,7 @@ def test_long_prompts_of_a_list_are_looked_up_within_bounds() -> None:
     item = b"[" + b",".join([b"12345"] * (LOOKED_UP_BYTES // 6 // 4)) + b"]"
     prompts = prompts_of(msgspec.Raw(b"[" + b",".join([item] * 20) + b"]"))
     assert isinstance(prompts, PromptList)
-    # Four fit, and the last one.
+    # Four prompts fit into the bound, and the last one is always added.
     assert (prompts.num_prompts, len(prompts.prompts)) == (20, 5)
     assert prompts.num_tokens == 20 * (LOOKED_UP_BYTES // 6 // 4) and prompts.counted
 

@@ -91,7 +91,7 @@ def test_the_worker_and_its_usual_status_are_named() -> None:
         ([1], "up to 40 of them came from one client"),
         ([1, 1, 1, 2], "up to 30 of them came from one client"),
         ([0], "whether they came from one client cannot be seen"),
-        # Those of unknown clients may all be of the client that has most of the others.
+        # Refusals of unknown clients may all be of the client that has most of the others.
         ([1, 2, 3, 0], ""),
         ([1, 2, 1, 0], "up to 30 of them came from one client"),
         ([0, 0, 0, 1], "whether they came from one client cannot be seen"),
