@@ -269,7 +269,7 @@ class Api:
                     return await self._stream(request, body, answer, runs, finish)
                 for run in runs:
                     run.sampled = [token async for token in run.tokens]
-                # The last prompt's, as in vLLM.
+                # The cached tokens of the last prompt, as in vLLM.
                 counted = self.usage(runs, runs[-1].job, body)
                 left = handover.given(
                     runs[0].job,
@@ -317,7 +317,7 @@ class Api:
             await response.write(answer.piece(token, ends, running, index))
         assert first is not None
         with_usage = options is not None and bool(options.include_usage)
-        # Those of the prompt whose first token came first, as in vLLM.
+        # The cached tokens of the prompt whose first token came first, as in vLLM.
         counted = self.usage(runs, first.job, body)
         await response.write(answer.closing(finish, counted, with_usage=with_usage))
         await response.write_eof()

@@ -88,7 +88,7 @@ def test_an_owner_that_refuses_or_has_no_such_path_answers_itself(
     path = f"{RESPONSES}/resp_1"
     engines[1].script = plain(b'{"detail":"Method Not Allowed"}', "405 Method Not Allowed")
     assert send(server, "DELETE", path)[::2] == (405, b'{"detail":"Method Not Allowed"}')
-    # What the engine did not delete is still found.
+    # A response that the engine did not delete is still found.
     engines[1].pages[path] = plain(b"{}")
     assert send(server, "GET", path)[1]["x-kvrouter-worker"] == "w1"
     engines[1].script = plain(b"{}")
