@@ -51,8 +51,8 @@ def engine_findings(snapshot: Snapshot) -> Iterator[Finding]:
         yield found(
             "KV110",
             Subject(f"workers {' and '.join(map(printable, names))}", names, twins[0].model),
-            "they have one url and one rank, so each is taken for an engine of its own: its load is counted by parts, and every "
-            "prompt has a worker more to choose from that is none",
+            "they have the same url and rank, so the router takes one engine for several: each of them shows a part of its load, "
+            "and a prompt may choose the same engine under several names",
             f"drop all but one: {_removal(extra)}; an adapter or another name of the model needs no worker (--model-alias)",
         )
     for worker in snapshot.workers:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the id of a response of `/v1/responses` at the beginning of its answer. Pure: bytes in, id out.
+"""A reader of the id of a response, at the beginning of the answer of `/v1/responses`. Pure: bytes in, id out.
 
 A plain answer is the response; the first event of a stream (`response.created`) contains it. The id is its first field
 in vLLM 0.33.0 and SGLang 0.5.23; short fields before it are skipped.

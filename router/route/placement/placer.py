@@ -302,7 +302,7 @@ class Placer:
         if request.question.is_long:
             await self._fleet.hash_ahead(request.question)
         if request.is_owned:
-            # Waiting here would not help, because no other worker can take it.
+            # Waiting here would not help: the engine alone decides when it computes the prompt.
             return self.reserve(request)
         return await self._line.place(request)
 

@@ -23,7 +23,7 @@ Fields = dict[str, msgspec.Raw]
 
 # Fields of SGLang's /generate with media.
 MEDIA = ("image_data", "video_data", "audio_data")
-# Fields of SGLang's /generate that make its blocks other than those of its tokens: a name in front of their hashes, an
+# Fields of SGLang's /generate with which the blocks are not those of the tokens: a name that is hashed before them, an
 # adapter, a session whose earlier turns come before the prompt, and embeddings in place of tokens.
 OTHER_BLOCKS = ("extra_key", "lora_path", "session_params", "input_embeds", "positional_embed_overrides")
 

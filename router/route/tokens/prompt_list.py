@@ -43,7 +43,7 @@ class PromptList(NamedTuple):
 
 
 def is_list(raw: bytes) -> bool:
-    """Return whether JSON begins as a list of texts or of lists, and not as a text or a list of token ids."""
+    """Return whether the JSON begins like a list of texts or of lists, not like a text or a list of token ids."""
     return _LIST.match(raw) is not None
 
 

@@ -32,7 +32,7 @@ class PlacedBy(Enum):
 
     # The tokens of its prompt, where they are known, else load.
     TOKENS = "tokens"
-    # Load, because the prompts are not known: the engine makes one of each pair of texts, by a template of its own.
+    # Load, because the engine makes the prompts by a template of its own, such as one of each pair of texts to score.
     LOAD = "load"
     # Load; the body is a form.
     FORM = "form"
