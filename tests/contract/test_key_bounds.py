@@ -192,6 +192,30 @@ def test_a_keys_salt_is_put_into_its_proxied_prompts(file: Path, path: str) -> N
         assert request == "private", "the prediction is about the prompt that the engine gets"
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
+def test_other_fields_of_sglang_name_no_foreign_salt_and_no_foreign_adapter(file: Path, path: str) -> None:
+    text = {"model": "m", "prompt": [1, 2, 3], "text": ["a", "b"], "messages": [{"role": "user", "content": "hi"}]}
+    with ScriptedEngine(plain(b"{}")) as engine:
+        registration = msgspec.structs.replace(worker("w0", engine.url), engine="sglang")
+        with proxying(registration, api_keys_file=str(file)) as router:
+
+            def sent(name: str, **more: Any) -> Any:
+                status, _, answer = router.post(path, text | more, bearer(name))
+                return status if status == 200 else json.loads(answer)["error"]["code"]
+
+            for name in ("old", "salted", "bound"):
+                assert sent(name, cache_salt=["private", "private"]) == "salt_not_allowed"
+                assert (
+                    sent(name, cache_salt={"private": 1}) == sent(name, cache_salt=[["private"]]) == "salt_not_allowed"
+                )
+            assert sent("bound", cache_salt="mine", lora_path="style") == "model_not_allowed"
+            assert sent("bound", cache_salt="mine", lora_path=["style", None]) == "model_not_allowed"
+            assert not engine.asked
+            assert sent("old", cache_salt=["x", "y"]) == 200
+            assert router.placer.requests[-1].question.is_blind, "no hit is predicted for salts that are not read"
+            assert sent("old", lora_path="style") == sent("bound", cache_salt="mine", lora_path=None) == 200
+
+
 @pytest.mark.parametrize("path", sorted(PATHS - AUDIO))
 def test_a_key_with_a_salt_sends_nothing_to_engines_that_ignore_it(file: Path, path: str) -> None:
     text = {"model": "m", "prompt": "hi", "messages": [{"role": "user", "content": "hi"}], "input": "hi"}

@@ -179,3 +179,14 @@ def test_a_turn_goes_to_no_other_worker(engines: list[ScriptedEngine]) -> None:
         status, _, raw = send(server, "GET", f"{RESPONSES}/resp_1")
         assert (status, json.loads(raw)["error"]["code"]) == (404, "response_owner_gone")
         assert not engines[0].asked
+
+
+@pytest.mark.parametrize("value", [b'"\\ud800"', b'"\xed\xa0\x80"', b"NaN", b"1e999", b"1" * 400, b"[1]", b"{}", b"1"])
+@pytest.mark.parametrize("field", [b"previous_response_id", b"request_id"])
+def test_an_id_that_is_no_readable_text_is_left_to_the_engine(
+    server: ProxyServer, engines: list[ScriptedEngine], field: bytes, value: bytes
+) -> None:
+    body = b'{"model":"m","input":"a","%b":%b}' % (field, value)
+    assert server.post(RESPONSES, body)[0] == HTTPStatus.OK
+    (asked,) = [asked for engine in engines for asked in engine.asked]
+    assert asked.body == body

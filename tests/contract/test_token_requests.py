@@ -120,6 +120,9 @@ async def test_ids_of_the_client_are_used_unchanged() -> None:
         (TEXT_PATH, {"prompt": "a", "prompt_embeds": "AAAA"}, "embeds"),
         ("/v1/responses", {"input": "a", "previous_response_id": "r"}, "unsupported"),
         ("/v1/embeddings", {"input": "a"}, "unsupported"),
+        (TEXT_PATH, {"prompt": [1, 2], "lora_path": "style"}, "unsupported"),
+        (TEXT_PATH, {"prompt": "a", "extra_key": "x"}, "unsupported"),
+        (CHAT_PATH, {"messages": [{"role": "user", "content": "a"}], "lora_path": "style"}, "unsupported"),
         ("/v1/audio/speech", {"input": "a"}, "unsupported"),
     ],
 )

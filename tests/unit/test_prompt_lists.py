@@ -51,9 +51,23 @@ def test_ids_of_lists_are_read_and_counted_as_they_are(prompts: list[list[int]])
     assert question.known_tokens == sum(map(len, looked_up))
 
 
-@pytest.mark.parametrize("prompt", ["a", ["a"], [1, 2], [[1, 2]]])
+@pytest.mark.parametrize(
+    "prompt", ["a", ["a"], [1, 2], [[1, 2]], ['x = "a"\n' * SPLIT_PROMPTS * 2], ["\\" * SPLIT_PROMPTS * 4]]
+)
 def test_one_prompt_is_one_prompt_however_it_is_wrapped(prompt: Any) -> None:
     assert isinstance(body(prompt), TokenRequest | np.ndarray)
+
+
+def test_quotes_within_texts_are_no_further_prompts() -> None:
+    read_list = body(['say "hi"' * SPLIT_PROMPTS, "b"])
+    assert isinstance(read_list, ListRequest)
+    assert (read_list.whole.num_prompts, len(read_list.prompts)) == (2, 2)
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2, 3], [4, 5]], [[1]], "a", ["a", "b"]])
+def test_inputs_that_the_engine_cuts_are_not_looked_up(prompt: Any) -> None:
+    with pytest.raises(TokensUnknown, match="not looked up"):
+        body(prompt, EMBEDDINGS_PATH, truncate_prompt_tokens=2)
 
 
 @pytest.mark.parametrize(

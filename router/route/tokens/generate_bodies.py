@@ -23,8 +23,8 @@ Fields = dict[str, msgspec.Raw]
 
 # Fields of SGLang's /generate with media.
 MEDIA = ("image_data", "video_data", "audio_data")
-# Fields of SGLang's /generate with which the blocks are not those of the tokens: a name that is hashed before them, an
-# adapter, a session whose earlier turns come before the prompt, and embeddings in place of tokens.
+# Fields of SGLang, at each of its paths, with which the blocks are not those of the tokens: a name that is hashed before
+# them, an adapter, a session whose earlier turns come before the prompt, and embeddings in place of tokens.
 OTHER_BLOCKS = ("extra_key", "lora_path", "session_params", "input_embeds", "positional_embed_overrides")
 
 _features = msgspec.json.Decoder(MediaFeatures | None)
@@ -49,11 +49,16 @@ def vllm_prompt(fields: Fields, ids: NDArray[np.int64]) -> Prompt:
     return Prompt(len(ids), ids, "given", items=items)
 
 
-def check_sglang_blocks(fields: Fields) -> None:
-    """Raise TokensUnknown if the blocks of a request to SGLang's /generate are not those of its tokens."""
+def check_other_blocks(fields: Fields) -> None:
+    """Raise TokensUnknown if a request has a field with which its blocks are not those of its tokens."""
     for name in OTHER_BLOCKS:
         if is_given(fields, name):
             raise TokensUnknown("unsupported", f"{name}: only the engine knows which of its blocks the prompt reuses")
+
+
+def check_sglang_blocks(fields: Fields) -> None:
+    """Raise TokensUnknown if the blocks of a request to SGLang's /generate are not those of its tokens."""
+    check_other_blocks(fields)
     for name in MEDIA:
         if is_given(fields, name):
             raise TokensUnknown("media", f"{name}: only the engine knows the tokens of media")

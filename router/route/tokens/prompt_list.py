@@ -60,7 +60,9 @@ def prompts_of(field: msgspec.Raw) -> PromptList | msgspec.Raw:
     has_ids = begins[1] == b"["
     # A list of k ids has k - 1 commas, and so has a list of k lists.
     num_tokens = raw.count(b",") + 1 if has_ids else estimated_tokens(len(raw))
-    bound = raw.count(b"[") - 1 if has_ids else raw.count(b'"') // 2
+    # Quotes within texts are escaped. A backslash at a text's end looks like one of these, so texts may be up to twice as
+    # many.
+    bound = raw.count(b"[") - 1 if has_ids else (raw.count(b'"') - raw.count(b'\\"')) // 2
     if bound > SPLIT_PROMPTS:
         return PromptList([], bound, num_tokens, counted=False)
     try:

@@ -29,7 +29,13 @@ from kvrouter.router.route.tokens.client_body import (
     ClientBody,
     is_given,
 )
-from kvrouter.router.route.tokens.generate_bodies import check_sglang_blocks, sglang_prompt, vllm_prompt
+from kvrouter.router.route.tokens.generate_bodies import (
+    OTHER_BLOCKS,
+    check_other_blocks,
+    check_sglang_blocks,
+    sglang_prompt,
+    vllm_prompt,
+)
 from kvrouter.router.route.tokens.prompt_list import PromptList, is_list, prompts_of
 from kvrouter.router.route.tokens.prompt_tokens import Prompt, TokensUnknown
 
@@ -212,6 +218,8 @@ def read(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64] | List
         TokensUnknown: The prompt has no tokens, or none that can be found.
     """
     fields = body.fields
+    if not fields.keys().isdisjoint(OTHER_BLOCKS):
+        check_other_blocks(fields)
     truncated = TRUNCATION in fields and bytes(fields[TRUNCATION]) != NULL
     if path == TEXT_PATH and body.ids is not None and not truncated and "prompt_embeds" not in fields:
         return _given(body.ids)
@@ -233,7 +241,7 @@ def read(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64] | List
             )
         return TokenRequest("responses", relevant)
     if path == EMBEDDINGS_PATH and "input" in relevant:
-        return _input(path, relevant["input"], body.ids)
+        return _input(path, relevant["input"], body.ids, truncated=truncated)
     if path in (GENERATE_PATH, SGLANG_GENERATE_PATH):
         return _generate(path, fields, body.ids)
     raise _not_looked_up(path)
@@ -244,14 +252,18 @@ def _not_looked_up(path: str, num_prompts: int = 1) -> TokensUnknown:
     return TokensUnknown("unsupported", problem, num_prompts=num_prompts)
 
 
-def _input(path: str, field: msgspec.Raw, ids: NDArray[np.uint64] | None) -> NDArray[np.int64] | ListRequest:
-    """Return the token ids of an embedding's input, or of several inputs; texts are not looked up."""
+def _input(
+    path: str, field: msgspec.Raw, ids: NDArray[np.uint64] | None, *, truncated: bool
+) -> NDArray[np.int64] | ListRequest:
+    """Return the token ids of an embedding's input, or of several inputs; texts, and what is cut, are not looked up."""
     if ids is not None:
+        if truncated:
+            raise _not_looked_up(path)
         return _given(ids)
     inputs = prompts_of(field)
     prompts = [_one_prompt(prompt) for prompt in (inputs.prompts if isinstance(inputs, PromptList) else [inputs])]
     given: list[TokenRequest | NDArray[np.int64]] = [ids for ids in prompts if not isinstance(ids, msgspec.Raw)]
-    if len(given) < len(prompts):
+    if truncated or len(given) < len(prompts):
         raise _not_looked_up(path, inputs.num_prompts if isinstance(inputs, PromptList) else 1)
     if isinstance(inputs, PromptList):
         return ListRequest(given, inputs)

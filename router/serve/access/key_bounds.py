@@ -44,6 +44,29 @@ class KeyBounds(msgspec.Struct, frozen=True):
                 code="model_not_allowed",
             )
 
+    def check_other_adapter(self, field: str) -> None:
+        """Raise Forbidden if the key is bound to models, and a request names an adapter in this field, not in `model`."""
+        if self.models is not None:
+            raise Forbidden(
+                f"the API key {self.key} is bound to models, and {field} may name an adapter that is none of them: name the "
+                "adapter as `model`",
+                code="model_not_allowed",
+            )
+
+    def check_other_salt(self, salts: object) -> None:
+        """Raise Forbidden unless the key may use this salt that is no text, such as a list with one for each prompt."""
+        texts = [salt for salt in salts if isinstance(salt, str)] if isinstance(salts, list) else []
+        is_readable = isinstance(salts, list) and len(texts) == len(salts)
+        if self.cache_salts is None and (
+            not self.foreign_salts or (is_readable and self.foreign_salts.isdisjoint(texts))
+        ):
+            return
+        raise Forbidden(
+            f"the API key {self.key} may not use every cache salt, and the cache_salt of this request is no text: send one "
+            "text, and each prompt of a list with another salt as a request of its own",
+            code="salt_not_allowed",
+        )
+
     def unsalted(self, model: str, path: str) -> Forbidden:
         """Return the error for a path at which engines ignore the salt that this key must name."""
         return Forbidden(

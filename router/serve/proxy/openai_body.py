@@ -59,6 +59,11 @@ class OpenAIBody(msgspec.Struct):
         """The cache salt, or None if it is absent, empty or not a string."""
         return self.cache_salt if isinstance(self.cache_salt, str) and self.cache_salt else None
 
+    @property
+    def has_other_salt(self) -> bool:
+        """Whether the cache salt is no text. SGLang takes a list with one for each prompt."""
+        return bool(self.cache_salt) and self.salt is None
+
 
 def answers_of(value: Any) -> int:
     """Return the number of answers that a field such as `n` asks for; 1 if it is no valid number."""

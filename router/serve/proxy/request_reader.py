@@ -28,6 +28,7 @@ from kvrouter.router.route.placement.placement_request import PlacementRequest
 from kvrouter.router.route.tokens.client_body import (
     RESPONSES_PATH,
     ClientBody,
+    is_given,
     is_text,
     read_as_python,
     read_client_body,
@@ -42,8 +43,10 @@ from kvrouter.router.serve.proxy.form_body import read_form_model
 from kvrouter.router.serve.proxy.kv_transfer_params import is_received
 from kvrouter.router.serve.proxy.openai_body import OpenAIBody, openai_body, repeated_field, with_fields
 
+# SGLang's other name of an adapter, besides `model`.
+ADAPTER_FIELD = "lora_path"
 # The fields that the router checks for a key, so engines must not read other values of them.
-RULED_FIELDS = ("model", "cache_salt", "previous_response_id", "request_id")
+RULED_FIELDS = ("model", "cache_salt", "previous_response_id", "request_id", ADAPTER_FIELD)
 
 # Whisper makes 50 tokens of a second, which takes 32 kB in a WAV file and 8 to 16 kB in an MP3 file. This estimate is
 # used for the load alone.
@@ -126,6 +129,11 @@ class RequestReader:
         name = self._name_of(body.model)
         served = self._resolve(name)
         changes: dict[str, str] = {}
+        if client.bounds is not None:
+            if body.has_other_salt:
+                client.bounds.check_other_salt(body.cache_salt)
+            if is_given(client_body.fields, ADAPTER_FIELD):
+                client.bounds.check_other_adapter(ADAPTER_FIELD)
         if client.bounds is not None and client.bounds.cache_salt is not None and client.path not in WITHOUT_PROMPT:
             salt = client.bounds.salted(body.salt)
             if salt is not None and salt != body.salt:
@@ -176,6 +184,7 @@ class RequestReader:
         Without API keys, a response that is not known is left to an engine.
 
         Raises:
+            BadQuestion: An id of a response is no text that the router can read, and the client has a key.
             UnknownResponse: The client's key has no such response.
             OwnerGone: The response is gone with its worker.
             Conflict: The body's `request_id` is the id of a response of another key.
@@ -184,7 +193,7 @@ class RequestReader:
         client = request.client
         request.may_be_stored = bytes(body.fields.get("store", b"true")) != b"false"
         caller = caller_of(client)
-        own_id, former_id = _text(body, "request_id"), _text(body, "previous_response_id")
+        own_id, former_id = _text(body, "request_id", caller), _text(body, "previous_response_id", caller)
         if own_id is not None and caller:
             await self._owners.check_free(own_id, caller)
         if former_id is None:
@@ -228,6 +237,8 @@ class RequestReader:
             )
         authorization = self._authorization(client.headers)
         try:
+            if body.has_other_salt:
+                raise BadQuestion("cache_salt is no text, so its hashes are not known")
             if body.salt is not None and not is_text(body.salt):
                 body.cache_salt = None
                 raise BadQuestion("cache_salt has half of a character, so its hashes are not known")
@@ -302,11 +313,21 @@ def _rule_of(client: ClientRequest) -> str | None:
     return None
 
 
-def _text(body: ClientBody, name: str) -> str | None:
-    """Return a field of the body if it is a text, or None. The engine reports other values."""
+def _text(body: ClientBody, name: str, caller: str) -> str | None:
+    """Return a field of the body if it is a text, or None. The engine reports other values.
+
+    Raises BadQuestion if only the engine may be able to read the text, and there is a caller whose responses it may name.
+    """
     raw = body.fields.get(name)
-    value = None if raw is None else msgspec.json.decode(raw)
-    return value if isinstance(value, str) else None
+    # A long value of another type would take long to decode.
+    if raw is None or bytes(memoryview(raw)[:1]) != b'"':
+        return None
+    try:
+        return msgspec.json.decode(raw, type=str)
+    except (msgspec.MsgspecError, ValueError):
+        if caller:
+            raise BadQuestion(f"{name} is no text in UTF-8: send the id of a response", code="malformed_body") from None
+        return None
 
 
 def _placement_request(
