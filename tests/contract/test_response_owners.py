@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import redis
 
-from kvrouter.router.base.common.errors import Conflict, OwnerGone, StoreDown
+from kvrouter.router.base.common.errors import Conflict, OwnerGone, StoreDown, UnknownResponse
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.common.task_supervisor import TaskSupervisor
 from kvrouter.router.base.redis_client.servers import Servers
@@ -150,6 +150,9 @@ async def test_a_response_stays_with_the_caller_that_it_was_first_made_for(store
         for process in (one, two, three):
             assert await process.find("resp_a", "bob") is None
             assert await process.find("resp_a", "alice") == WORKER
+            # A gateway's clients have no key, and an engine would give them the response.
+            with pytest.raises(UnknownResponse):
+                await process.find("resp_a", "")
             with pytest.raises(Conflict):
                 await process.owners.check_free("resp_a", "bob")
             await process.owners.check_free("resp_a", "alice")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvrouter.router.base.common.errors import Conflict, OwnerGone, StoreDown
+from kvrouter.router.base.common.errors import Conflict, OwnerGone, StoreDown, UnknownResponse
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.common.task_supervisor import TaskSupervisor
@@ -170,6 +170,7 @@ class ResponseOwners:
         A response of another caller is looked up like one that does not exist, so that the two take equally long.
 
         Raises:
+            UnknownResponse: The caller has no key, and the response is that of a key.
             OwnerGone: The owner no longer has the response.
             StoreDown: This process does not know the response, and Redis does not answer.
         """
@@ -186,6 +187,9 @@ class ResponseOwners:
                     return self._present(response_id, shared, "shared")
                 is_foreign = is_foreign or shared is not None
         lookups["foreign" if is_foreign else "unknown"].inc()
+        if is_foreign and not caller:
+            # Such a client comes through a gateway. An engine knows no keys, so it would give the response away.
+            raise UnknownResponse(response_id)
         return None
 
     async def check_free(self, response_id: str, caller: str) -> None:
