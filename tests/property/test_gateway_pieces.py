@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.router.route.tokens.client_body import CutBody, read_client_body
+from kvrouter.router.base.common.errors import CutBody
+from kvrouter.router.route.tokens.client_body import read_client_body
 from kvrouter.router.serve.gateway.messages import Incoming, Part, Reply
 from kvrouter.router.serve.gateway.process_stream import ProcessStream, Route
 

@@ -21,6 +21,7 @@ import grpc
 import openai
 import pytest
 
+from tests.support.compression import CODINGS, COMPRESS
 from tests.support.envoy_process import (
     BUFFERED,
     FULL_DUPLEX,
@@ -443,6 +444,19 @@ def test_a_body_whose_end_comes_too_early_is_completed(site: Site) -> None:
     replies = replies_to(site, head(), *parts, ANSWER)
     assert len(replies) == 5 and b"".join(replies).count(b"x-kvrouter-selection-id") == 1
     until(lambda: wrong_ends(site, "early") - before == 1, "the early end is counted")
+    site.wait_idle()
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+def test_a_compressed_body_whose_end_comes_too_early_is_completed(site: Site, coding: str) -> None:
+    body = COMPRESS[coding](json.dumps(completion([7] * 90)).encode())
+    before = wrong_ends(site, "early")
+    encoded = head({"content-encoding": coding})
+    replies = replies_to(site, encoded, piece(body[:9], ends=True), piece(body[9:], ends=True), ANSWER)
+    assert b"".join(replies).count(b"x-kvrouter-selection-id") == 1
+    until(lambda: wrong_ends(site, "early") - before == 1, "the early end is counted")
+    (reply,) = replies_to(site, encoded, piece(body[:-1], ends=True))
+    assert b"malformed_encoding" in reply
     site.wait_idle()
 
 

@@ -12,7 +12,7 @@ import sys
 import zlib
 from enum import StrEnum
 
-from kvrouter.router.base.common.errors import BadQuestion, TooLarge, WrongCoding
+from kvrouter.router.base.common.errors import BadQuestion, CutBody, TooLarge, WrongCoding
 from kvrouter.router.base.common.escaping import printable
 
 if sys.version_info >= (3, 14):
@@ -148,7 +148,10 @@ class BodyDecoder:
             piece = self._encoded[self._at : self._at + INPUT_BYTES]
             self._at += len(piece)
             if not piece:
-                raise self._malformed("ends too early, as its last bytes are missing; send the whole of it")
+                raise CutBody(
+                    f"the {self._coding} body ends too early, as its last bytes are missing; send the whole of it",
+                    code="malformed_encoding",
+                )
         try:
             decoded = self._member.decompress(piece, OUTPUT_BYTES)
         except (zlib.error, zstd.ZstdError) as error:

@@ -73,6 +73,10 @@ class BadQuestion(RouterError, status=400, default_code="invalid_body"):
     """400: the body does not decode to the endpoint's request type."""
 
 
+class CutBody(BadQuestion, default_code="malformed_body"):
+    """400: the body ends before its JSON or its content coding does."""
+
+
 class Unauthorized(RouterError, status=401, default_code="invalid_api_key"):
     """401: no API key, or a wrong one."""
 

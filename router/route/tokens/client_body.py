@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrouter.router.base.common.errors import BadQuestion
+from kvrouter.router.base.common.errors import BadQuestion, CutBody
 from kvrouter.router.base.common.json_numbers import split_integers
 
 CHAT_PATH = "/v1/chat/completions"
@@ -44,10 +44,6 @@ MAX_PYTHON_BYTES = 1024**2
 _PYTHON_ALONE = re.compile(rb"NaN|Infinity|\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
-
-class CutBody(BadQuestion):
-    """The error that the body ends before its JSON does."""
 
 
 class ClientBody(msgspec.Struct, frozen=True, eq=False, gc=False):

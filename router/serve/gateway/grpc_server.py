@@ -16,8 +16,7 @@ import grpc
 import grpc.aio
 import msgspec
 
-from kvrouter.router.base.common.errors import RouterError, SettingError, WrongCoding, internal_error
-from kvrouter.router.route.tokens.client_body import CutBody
+from kvrouter.router.base.common.errors import CutBody, RouterError, SettingError, WrongCoding, internal_error
 from kvrouter.router.serve.access.certificate import GatewayPems
 from kvrouter.router.serve.gateway.gateway_metrics import GatewayMetrics
 from kvrouter.router.serve.gateway.messages import ProtocolError, Reply

@@ -15,13 +15,13 @@ import msgspec
 
 import kvrouter.router.serve.proxy.headers as h
 from kvrouter.router.base.common.direct_task import directly
-from kvrouter.router.base.common.errors import RATE_LIMIT, NoWorker, RouterError, Saturated, SettingError
+from kvrouter.router.base.common.errors import RATE_LIMIT, CutBody, NoWorker, RouterError, Saturated, SettingError
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.observe.quality.request_watch import CLIENT_GONE, Quality
 from kvrouter.router.route.placement.placement_request import Placement, PlacementRequest
 from kvrouter.router.route.placement.placer import Placer
-from kvrouter.router.route.tokens.client_body import CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH, CutBody
+from kvrouter.router.route.tokens.client_body import CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH
 from kvrouter.router.route.tokens.proxied_paths import PATHS, STORED_PATHS, stored_path
 from kvrouter.router.serve.gateway.endpoints import UNUSABLE, Destination, Endpoints, destination
 from kvrouter.router.serve.gateway.gateway_metrics import GatewayMetrics
