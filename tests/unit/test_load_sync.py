@@ -11,11 +11,20 @@ from typing import Any, cast
 
 import pytest
 
+from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.redis_client.errors import StoreError
 from kvrouter.router.route.load import load_sync
-from kvrouter.router.route.load.load_messages import RELEASE, LoadMessage, ReservationEnd
+from kvrouter.router.route.load.load_messages import (
+    MAX_COUNT,
+    RELEASE,
+    LoadMessage,
+    ReservationEnd,
+    WorkerTotals,
+    decode,
+    encode,
+)
 from kvrouter.router.route.load.load_sync import ENDING_ANSWER_S, LoadSync
-from kvrouter.router.route.load.load_table import LoadTable
+from kvrouter.router.route.load.load_table import LoadTable, Totals
 from kvrouter.router.route.load.worker_load import LoadModel
 
 # Long enough for any machine; a passing test does not wait for it.
@@ -94,3 +103,11 @@ async def test_answers_that_cannot_be_sent_are_bounded(monkeypatch: pytest.Monke
     share.ask(*(ReservationEnd(number, "ours", RELEASE) for number in range(9)))
     await share.until(lambda: len(share.sent) == 1)
     assert [number for _, number, _ in answers(share)] == [0, 1, 2]
+
+
+def test_loads_of_any_size_are_read_by_others() -> None:
+    # As many answers to the longest prompts as clients of /select_and_reserve may name.
+    totals = Totals(2**31, 300 * 16_384 * 2**31, 2**70)
+    message = LoadMessage("p", True, [WorkerTotals.of(WorkerKey("m", "w0"), totals)])
+    read = decode(encode(message))
+    assert read is not None and read.totals[0].totals == Totals(2**31, MAX_COUNT, MAX_COUNT)

@@ -14,7 +14,9 @@ from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.model.engines.engine_metrics import EngineLoad
 from kvrouter.router.route.load.load_table import Totals
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+# A reader drops a message with a larger number, and with it all other totals.
+MAX_COUNT = 2**53
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 
 RELEASE = "release"
 PREFILL_COMPLETE = "prefill_complete"
@@ -33,7 +35,8 @@ class WorkerTotals(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def of(cls, worker: WorkerKey, totals: Totals) -> WorkerTotals:
         """Return the totals in the form of a message."""
-        return cls(*worker, totals.prefill_tokens, totals.decode_tokens, totals.requests)
+        counts = (totals.prefill_tokens, totals.decode_tokens, totals.requests)
+        return cls(*worker, *(min(count, MAX_COUNT) for count in counts))
 
     @property
     def worker(self) -> WorkerKey:
