@@ -205,6 +205,8 @@ def test_other_fields_of_sglang_name_no_foreign_salt_and_no_foreign_adapter(file
 
             for name in ("old", "salted", "bound"):
                 assert sent(name, cache_salt=["private", "private"]) == "salt_not_allowed"
+                # A list too long to be decoded.
+                assert sent(name, cache_salt=["private"] * 10_000) == "salt_not_allowed"
                 assert (
                     sent(name, cache_salt={"private": 1}) == sent(name, cache_salt=[["private"]]) == "salt_not_allowed"
                 )

@@ -6,6 +6,7 @@ An escape in the name of the field bypasses the fast reader: `promp\u0074` is `p
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from kvrouter.router.base.common.errors import BadQuestion
 from kvrouter.router.route.tokens.client_body import EMBEDDINGS_PATH, TEXT_PATH, read_client_body
 from kvrouter.router.route.tokens.prompt_tokens import Prompt, TokensUnknown
 from kvrouter.router.route.tokens.token_request import ListRequest, TokenRequest, read
-from kvrouter.router.serve.proxy.openai_body import openai_body
+from kvrouter.router.serve.proxy.openai_body import MAX_NESTED_BYTES, TOO_LONG, openai_body
 
 ESCAPED = {
     TEXT_PATH: (b'"prompt"', b'"promp\\u0074"'),
@@ -74,6 +75,15 @@ def test_reading_ids_leaves_the_body_unchanged(path: str, body: bytes) -> None:
 
 
 @pytest.mark.skipif(caution() is not None, reason="without the compiled reader all ways are the general one")
+@pytest.mark.parametrize("name", ["model", "n", "max_tokens", "sampling_params"])
+@pytest.mark.parametrize("value", [[1] * MAX_NESTED_BYTES, {"a": "b" * MAX_NESTED_BYTES}])
+def test_a_long_array_in_a_field_of_one_value_is_not_decoded(name: str, value: Any) -> None:
+    raw = json.dumps({"prompt": [1], name: value}).encode()
+    body = openai_body(read_client_body(TEXT_PATH, raw))
+    assert getattr(body, name) == TOO_LONG
+    assert (body.limit_tokens, body.answers, body.salt) == (None, 1, None)
+
+
 def test_ids_of_a_completion_are_read_from_the_body() -> None:
     body = read_client_body(TEXT_PATH, b'{"prompt": [5, 6], "model": "m"}')
     assert body.ids is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvrouter.contract.worker_status import TokensStatus
 from kvrouter.router.base.common.escaping import printable
@@ -226,10 +226,11 @@ class VerifiedEngines:
 
         The URL is empty if the problem belongs to no single engine.
         """
-        differences = []
-        for (model, url), judged in self._judged.items():
-            if judged.verdict is not None:
-                differences += [(model, url, problem) for problem in self._problems(model, url, judged.verdict)]
+        differences = [
+            (model, url, problem)
+            for model, url, verdict in self._present()
+            for problem in self._problems(model, url, verdict)
+        ]
         for model in self._local.keys() & set(self._models()):
             if not self.of(model):
                 differences.append(
@@ -243,12 +244,22 @@ class VerifiedEngines:
         A front end is left out if the router's own tokenizer makes the tokens of its engine.
         """
         return [
-            (model, url, _lack(judged.verdict))
-            for (model, url), judged in self._judged.items()
-            if judged.verdict is not None
-            and judged.verdict.front_end
-            and not (model in self._local and all(result == EQUAL for result in judged.verdict.local.values()))
+            (model, url, _lack(verdict))
+            for model, url, verdict in self._present()
+            if verdict.front_end
+            and not (model in self._local and all(result == EQUAL for result in verdict.local.values()))
         ]
+
+    def _present(self) -> Iterator[tuple[str, str, Verdict]]:
+        """Yield model, URL and verdict of each judged engine that is registered and not down.
+
+        `look` forgets the others later; until then, nothing is reported about them.
+        """
+        models = {model for model, _ in self._judged}
+        urls = {model: {engine.url for engine in self.of(model)} for model in models}
+        for (model, url), judged in self._judged.items():
+            if judged.verdict is not None and url in urls[model]:
+                yield model, url, judged.verdict
 
     def _problems(self, model: str, url: str, verdict: Verdict) -> list[str]:
         """Return a sentence for each source and kind of request whose tokens differ from this engine's own.
