@@ -48,8 +48,6 @@ class Fault(NamedTuple):
     fix: str = ""
     # Sends requests between two looks.
     ask: Callable[[FaultFleet], object] = FaultFleet.rest
-    # Further codes that belong to the fault.
-    also: frozenset[str] = frozenset()
     # Returns the address that the doctor examines in place of the router's.
     at: Callable[[FaultFleet], str] | None = None
     # Returns whether the router has solved the fault; for faults without a code.
@@ -84,9 +82,6 @@ def _with_key(fleet: FaultFleet) -> None:
 
 
 KEY = ("--api-key", ENGINE_KEY)
-# Right after a restart, the doctor may also report that the worker's events are not followed yet, which is true, because
-# the engine may refuse requests before its events are followed again.
-RESTARTING = frozenset({"KV208"})
 LONG_TOKENS, SHORT_CONTEXT = 1_000, 600
 REQUESTS_A_LOOK = 8
 
@@ -173,7 +168,6 @@ FAULTS = (
         lambda fleet: fleet.restarted(*KEY),
         "KV109",
         "--worker-api-key",
-        also=RESTARTING,
         ask=_same,
     ),
     Fault(
@@ -182,7 +176,6 @@ FAULTS = (
         lambda fleet: fleet.restarted(*KEY),
         "KV109",
         "--worker-api-key",
-        also=RESTARTING,
         ask=_with_key,
     ),
     Fault(16, "the same, address only", lambda fleet: fleet.spare(*KEY), "KV104", "--worker-api-key"),
@@ -205,7 +198,7 @@ FAULTS = (
         "one engine registered twice",
         lambda fleet: fleet.listed({"worker_id": "w2", "url": fleet.engines[0].url}),
         "KV110",
-        "remove it from its source",
+        "take it out of",
     ),
     Fault(20, "no worker", lambda fleet: fleet.empty(), "KV005", "--worker"),
     Fault(20, "wrong URL of the router", lambda fleet: nullcontext(), "KV001", "--url", at=lambda fleet: nowhere()),
@@ -262,7 +255,7 @@ def _wait_named(fleet: FaultFleet, fault: Fault, row: Row) -> None:
         fault.ask(fleet)
         time.sleep(LOOK_S)
     row.named_s, row.fix = took_s, named[0].fix
-    others = [finding for finding in findings if finding.code not in fault.also | {fault.code}]
+    others = [finding for finding in findings if finding.code != fault.code]
     if len(named) > 1 or others:
         row.problem = f"named beside it: {_texts([*named[1:], *others])}"
 

@@ -274,8 +274,8 @@ def test_an_undecided_verdict_names_its_reason(changes: dict[str, Any], why: str
         ([7], "know: int"),
         ([["a", "b"]], "know: [str, str]"),
         ([("a", ("b", 1), None)], "know: [str, [str, int], NoneType]"),
-        ("secret", "no list: str"),
-        (7, "no list: int"),
+        ("secret", "not a list: str"),
+        (7, "not a list: int"),
     ],
 )
 def test_keys_of_an_unknown_form_are_a_verdict_that_shows_no_value(keys: Any, form: str) -> None:
