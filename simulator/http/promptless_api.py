@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
 
 from kvrouter.simulator.cache import tokenizer
-from kvrouter.simulator.engine.realtime import Engine
 from kvrouter.simulator.http.refusals import Refused
+from kvrouter.simulator.http.replica_api import ReplicaApi
 from kvrouter.simulator.http.replies import DONE, json_response
 from kvrouter.simulator.http.scores import (
     PoolingBody,
@@ -25,8 +25,6 @@ from kvrouter.simulator.http.scores import (
     score_reply,
 )
 
-Body = TypeVar("Body", bound=msgspec.Struct)
-
 # A recording counts as a prompt whose tokens follow from its length. 16 kHz WAV has 32 kB a second; Whisper makes 50
 # tokens of a second.
 AUDIO_BYTES_PER_SECOND = 32_000
@@ -36,25 +34,8 @@ AUDIO_ANSWER_TOKENS = 8
 SILENCE = bytes.fromhex("524946462400000057415645666d74201000000001000100803e0000007d0000020010006461746100000000")
 
 
-class _Life(Protocol):
-    @property
-    def engine(self) -> Engine: ...
-
-
-class ReplicaApi(Protocol):
+class PromptlessReplica(ReplicaApi, Protocol):
     """The part of `Api` that these paths use."""
-
-    model: str
-    clock: Callable[[], float]
-
-    @property
-    def life(self) -> _Life:
-        """Present life of the replica."""
-        ...
-
-    async def read(self, request: web.Request, kind: type[Body]) -> Body:
-        """Return the decoded body. Raises Refused."""
-        ...
 
     def check_model(self, model: object) -> None:
         """Raise Refused if `model` names another model."""
@@ -62,10 +43,6 @@ class ReplicaApi(Protocol):
 
     def request_id(self, request: web.Request) -> str:
         """Return the client's request id, or a new number."""
-        ...
-
-    def fail_once(self) -> None:
-        """Raise Refused while the replica is set to fail."""
         ...
 
     def failures(self, request: web.Request) -> AbstractContextManager[None]:
@@ -76,7 +53,7 @@ class ReplicaApi(Protocol):
 class PromptlessApi:
     """The handlers of these paths for one replica."""
 
-    def __init__(self, api: ReplicaApi) -> None:
+    def __init__(self, api: PromptlessReplica) -> None:
         self._api = api
 
     def route(self, app: web.Application) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Any, Protocol
 
 import msgspec
 from aiohttp import web
@@ -18,10 +18,11 @@ from aiohttp import web
 from kvrouter.simulator.cache import tokenizer
 from kvrouter.simulator.cache.job import Handover, Job
 from kvrouter.simulator.cache.text import Text
-from kvrouter.simulator.engine.realtime import Engine, EngineStopped
+from kvrouter.simulator.engine.realtime import EngineStopped
 from kvrouter.simulator.engine.replica import RequestRefused
 from kvrouter.simulator.http.bodies import DEFAULT_ANSWER_TOKENS, AtLeastOne, GenerationBody
 from kvrouter.simulator.http.refusals import Refused
+from kvrouter.simulator.http.replica_api import ReplicaApi, ReplicaLife
 from kvrouter.simulator.http.replies import Finish, json_response
 from kvrouter.simulator.http.run import Run
 
@@ -31,7 +32,6 @@ MAX_STORED = 10_000
 ENDED = ("completed", "incomplete", "cancelled", "failed")
 
 Item = dict[str, Any]
-Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class ResponsesBody(GenerationBody, kw_only=True):
@@ -184,31 +184,19 @@ class StoredResponse:
         news.set()
 
 
-class _Life(Protocol):
+class ResponsesLife(ReplicaLife, Protocol):
+    """The part of a life of the replica that these paths use."""
+
     # The stored responses by id, the oldest first.
     responses: dict[str, StoredResponse]
 
-    @property
-    def engine(self) -> Engine: ...
 
-
-class ReplicaApi(Protocol):
+class ResponsesReplica(ReplicaApi, Protocol):
     """The part of `Api` that these paths use; its methods are described there."""
 
-    model: str
-    clock: Callable[[], float]
-
     @property
-    def life(self) -> _Life:
+    def life(self) -> ResponsesLife:
         """Present life of the replica."""
-        ...
-
-    async def read(self, request: web.Request, kind: type[Body]) -> Body:
-        """Return the decoded body. Raises Refused."""
-        ...
-
-    def fail_once(self) -> None:
-        """Raise Refused while the replica is set to fail."""
         ...
 
     def usage(self, runs: Sequence[Run], cached_job: Job, body: GenerationBody) -> dict[str, Any]:
@@ -231,7 +219,7 @@ class ReplicaApi(Protocol):
 class ResponsesApi:
     """The paths below /v1/responses. The responses belong to a life of the engine, and are gone with it."""
 
-    def __init__(self, api: ReplicaApi) -> None:
+    def __init__(self, api: ResponsesReplica) -> None:
         self._api = api
 
     def route(self, app: web.Application) -> None:

@@ -156,3 +156,21 @@ def core() -> TinyCore:
 @pytest.fixture
 def app(core: TinyCore) -> HttpApi:
     return build(core)[0]
+
+
+@pytest.fixture(params=["embedded_url", "cluster_url"])
+def store_url(request: pytest.FixtureRequest) -> str:
+    """Return the URL of the embedded Valkey, and in another run that of a cluster."""
+    url: str = request.getfixturevalue(request.param)
+    return url
+
+
+@pytest.fixture
+def raw(store_url: str) -> Iterator[Any]:
+    """Return an empty store for administration."""
+    is_cluster = not store_url.startswith("unix")
+    client: Any = redis.RedisCluster.from_url(store_url) if is_cluster else redis.Redis.from_url(store_url)
+    client.flushall()
+    yield client
+    client.flushall()
+    client.close()

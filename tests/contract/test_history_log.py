@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -92,23 +92,6 @@ class Writer:
 
     async def write(self) -> None:
         await self.log.write(float("inf"))
-
-
-@pytest.fixture(params=["embedded_url", "cluster_url"])
-def store_url(request: pytest.FixtureRequest) -> str:
-    url: str = request.getfixturevalue(request.param)
-    return url
-
-
-@pytest.fixture
-def raw(store_url: str) -> Iterator[Any]:
-    """Return an empty store for administration."""
-    is_cluster = not store_url.startswith("unix")
-    client: Any = redis.RedisCluster.from_url(store_url) if is_cluster else redis.Redis.from_url(store_url)
-    client.flushall()
-    yield client
-    client.flushall()
-    client.close()
 
 
 @asynccontextmanager

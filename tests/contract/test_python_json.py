@@ -18,7 +18,7 @@ IDS = list(range(1, 100))
 IDS_JSON = json.dumps(IDS)
 TEXT = json.dumps({"model": "m", "prompt": IDS, "max_tokens": 4, "user": "ä"}, ensure_ascii=False)
 
-# By its name: a body, and whether the tokens of its prompt are read.
+# Each name stands for a body, and says whether the tokens of its prompt are read.
 BODIES: dict[str, tuple[bytes, bool]] = {
     "byte-order-mark": (b"\xef\xbb\xbf" + TEXT.encode(), True),
     "utf-16": (TEXT.encode("utf-16"), True),

@@ -6,13 +6,12 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
 import pytest
-import redis
 
 from kvrouter.router.base.common.errors import Conflict, OwnerGone, StoreDown, UnknownResponse
 from kvrouter.router.base.common.ids import WorkerKey
@@ -52,23 +51,6 @@ class Process:
     async def find(self, response_id: str, caller: str = "") -> WorkerKey | None:
         owner = await self.owners.find(response_id, caller)
         return None if owner is None else owner.worker
-
-
-@pytest.fixture(params=["embedded_url", "cluster_url"])
-def store_url(request: pytest.FixtureRequest) -> str:
-    url: str = request.getfixturevalue(request.param)
-    return url
-
-
-@pytest.fixture
-def raw(store_url: str) -> Iterator[Any]:
-    """Return an empty store for administration."""
-    is_cluster = not store_url.startswith("unix")
-    client: Any = redis.RedisCluster.from_url(store_url) if is_cluster else redis.Redis.from_url(store_url)
-    client.flushall()
-    yield client
-    client.flushall()
-    client.close()
 
 
 @asynccontextmanager
