@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from kvrouter.router.route.tokens.client_body import PROMPT_FIELDS, is_given
-from kvrouter.router.route.tokens.generate_bodies import check_sglang_blocks
+from kvrouter.router.route.tokens.generate_bodies import check_other_blocks, check_sglang_media
 from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
 from kvrouter.shadow.observation import Skip, Unjudged
 
@@ -111,6 +111,7 @@ def _check_blocks(body: Fields, field: str) -> None:
         raise Unjudged(Skip.TOKENS_UNKNOWN, "media among token ids")
     if field in ("input_ids", "text"):
         try:
-            check_sglang_blocks(body)
+            check_other_blocks(body)
+            check_sglang_media(body)
         except TokensUnknown as unknown:
             raise Unjudged(Skip.TOKENS_UNKNOWN, unknown.problem) from None

@@ -13,6 +13,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.markup import escape
 from rich.text import Text
 
+from kvrouter.contract.choices import CostTerms
 from kvrouter.contract.tiers import TIERS
 from kvrouter.router.base.common.escaping import masked
 
@@ -26,8 +27,7 @@ HUNDRED = 100
 # The columns of candidates that contain text. All other columns contain numbers and are aligned to the right.
 LEFT_COLUMNS = ("", "WORKER", "STATE")
 COLUMN_GAP = "  "
-# The terms of a cost, in the order in which they are shown, and those that are subtracted.
-COST_TERMS = ("prefill", "queued", "decode", "delay", "room", "copy", "junction", "session")
+# The terms of a cost (`CostTerms`) that are subtracted.
 SUBTRACTED_TERMS = ("copy", "junction", "session")
 # The columns before COST show these terms.
 COLUMN_TERMS = ("prefill", "queued", "decode")
@@ -155,7 +155,7 @@ def _limit(candidate: dict[str, Any]) -> str:
 
 def _terms(parts: dict[str, int]) -> str:
     """Return the terms of a cost as text, or "" if the columns show all of them."""
-    terms = [(name, parts[name]) for name in COST_TERMS if parts[name]]
+    terms = [(name, parts[name]) for name in CostTerms.__struct_fields__ if parts[name]]
     if all(name in COLUMN_TERMS for name, _ in terms):
         return ""
     return "cost: " + ", ".join(f"{name} {-tokens if name in SUBTRACTED_TERMS else tokens}" for name, tokens in terms)

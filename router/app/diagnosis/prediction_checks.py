@@ -66,11 +66,9 @@ def prediction_findings(snapshot: Snapshot) -> Iterator[Finding]:
     for missing in snapshot.missing_tokens:
         yield found("KV406", Subject.of_model(missing.model), missing.text, TOKEN_FIXES[missing.reason])
     for model, url, problem in snapshot.tokens:
-        subject = Subject.of_model(model)
-        yield found("KV405", subject._replace(text=f"{subject.text} at {url}") if url else subject, problem)
+        yield found("KV405", Subject.of_engine(model, url), problem)
     for model, url, problem in snapshot.front_ends:
-        subject = Subject.of_model(model)
-        yield found("KV408", subject._replace(text=f"{subject.text} at {url}"), problem)
+        yield found("KV408", Subject.of_engine(model, url), problem)
 
 
 def _of_prompts(snapshot: Snapshot) -> Iterator[Finding]:

@@ -273,9 +273,12 @@ class Matcher:
             plans: The plans of the workers.
             is_last_known: Whether the last of these prompts is also the last one of the list.
         """
-        tables = [table for prompt in prompts if (table := self.table(prompt, plans)) is not None]
-        if len(tables) < len(prompts):
-            return None
+        tables: list[HitTable] = []
+        for prompt in prompts:
+            table = self.table(prompt, plans)
+            if table is None:
+                return None
+            tables.append(table)
         found: NDArray[np.int64] = np.sum([table.found for table in tables], axis=0)
         # No single group limits a sum.
         found[:, FOUND_LIMITER] = NO_LIMITER

@@ -33,3 +33,9 @@ class Subject(NamedTuple):
     def of_model(cls, model: str, workers: tuple[str, ...] = ()) -> Self:
         """Return the subject of a finding about a model."""
         return cls(f"model {printable(model)}", workers, model)
+
+    @classmethod
+    def of_engine(cls, model: str, url: str) -> Self:
+        """Return the subject of a finding about one engine of a model, or about the model if `url` is empty."""
+        about_model = cls.of_model(model)
+        return about_model._replace(text=f"{about_model.text} at {url}") if url else about_model

@@ -204,16 +204,15 @@ class RequestWatch:
         """Report that the lookup of the prompt's tokens has ended, with or without tokens."""
         question = request.question
         self._model = question.model
-        # If only the beginning of a prompt is known, more may be reused than can be predicted.
         is_sent = not question.is_guess
+        self._counted = is_sent and question.is_counted
         if question.num_prompts == 1:
-            is_whole = question.token_ids is not None and len(question.token_ids) == question.num_tokens
-            self._counted = is_sent and is_whole
-            self._predicted = self._counted and request.is_comparable
+            # If only the beginning of a prompt is known, more may be reused than can be predicted.
+            is_predicted = self._counted
         else:
             self._list = question
-            self._counted = is_sent and question.is_counted
-            self._predicted = is_sent and bool(question.parts) and request.is_comparable
+            is_predicted = is_sent and bool(question.parts)
+        self._predicted = is_predicted and request.is_comparable
         self._has_salt = bool(question.cache_salt)
         if self._quality.logs_access and is_sent:
             self._question = question
@@ -419,7 +418,7 @@ class RequestWatch:
         """Count the prompt of a complete answer, and those of its tokens that were not computed."""
         reused_tokens, usage = report.delivered, report.usage
         names: Sequence[int] = placement.names
-        if self._list is not None or placement.sequences > 1:
+        if placement.sequences > 1:
             # The report covers one prompt or one answer, so the prediction stands for the others.
             names = names if self._list is None else ()
             reused_tokens = placement.predicted_tokens

@@ -51,14 +51,15 @@ def vllm_prompt(fields: Fields, ids: NDArray[np.int64]) -> Prompt:
 
 def check_other_blocks(fields: Fields) -> None:
     """Raise TokensUnknown if a request has a field with which its blocks are not those of its tokens."""
+    if fields.keys().isdisjoint(OTHER_BLOCKS):
+        return
     for name in OTHER_BLOCKS:
         if is_given(fields, name):
             raise TokensUnknown("unsupported", f"{name}: only the engine knows which of its blocks the prompt reuses")
 
 
-def check_sglang_blocks(fields: Fields) -> None:
-    """Raise TokensUnknown if the blocks of a request to SGLang's /generate are not those of its tokens."""
-    check_other_blocks(fields)
+def check_sglang_media(fields: Fields) -> None:
+    """Raise TokensUnknown if a request to SGLang's /generate has media."""
     for name in MEDIA:
         if is_given(fields, name):
             raise TokensUnknown("media", f"{name}: only the engine knows the tokens of media")

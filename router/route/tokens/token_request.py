@@ -30,9 +30,8 @@ from kvrouter.router.route.tokens.client_body import (
     is_given,
 )
 from kvrouter.router.route.tokens.generate_bodies import (
-    OTHER_BLOCKS,
     check_other_blocks,
-    check_sglang_blocks,
+    check_sglang_media,
     sglang_prompt,
     vllm_prompt,
 )
@@ -117,7 +116,7 @@ class TokenRequest:
 
     def has(self, name: str) -> bool:
         """Return whether the field is given and not null."""
-        return bytes(self.fields.get(name, NULL)) != NULL
+        return is_given(self.fields, name)
 
     def value(self, name: str) -> Any:
         """Return the field decoded, or None if it is not given.
@@ -218,9 +217,8 @@ def read(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64] | List
         TokensUnknown: The prompt has no tokens, or none that can be found.
     """
     fields = body.fields
-    if not fields.keys().isdisjoint(OTHER_BLOCKS):
-        check_other_blocks(fields)
-    truncated = TRUNCATION in fields and bytes(fields[TRUNCATION]) != NULL
+    check_other_blocks(fields)
+    truncated = is_given(fields, TRUNCATION)
     if path == TEXT_PATH and body.ids is not None and not truncated and "prompt_embeds" not in fields:
         return _given(body.ids)
     relevant = {
@@ -235,7 +233,7 @@ def read(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64] | List
     if path == MESSAGES_PATH:
         return _message(fields)
     if path == RESPONSES_PATH:
-        if bytes(fields.get("previous_response_id", NULL)) != NULL:
+        if is_given(fields, "previous_response_id"):
             raise TokensUnknown(
                 "unsupported", "previous_response_id: only the engine that has the response knows its prompt"
             )
@@ -278,12 +276,12 @@ def _generate(path: str, fields: dict[str, msgspec.Raw], ids: NDArray[np.uint64]
         if ids is None and not is_given(fields, "token_ids"):
             raise BadQuestion("token_ids is missing")
         return vllm_prompt(fields, _given(fields["token_ids"] if ids is None else ids))
-    check_sglang_blocks(fields)
-    name = "input_ids" if ids is not None or is_given(fields, "input_ids") else "text"
-    if ids is None and not is_given(fields, name):
-        raise BadQuestion("text and input_ids are missing: one of them is needed")
+    check_sglang_media(fields)
     if ids is not None:
         return sglang_prompt(fields, _given(ids))
+    name = "input_ids" if is_given(fields, "input_ids") else "text"
+    if not is_given(fields, name):
+        raise BadQuestion("text and input_ids are missing: one of them is needed")
     prompts = prompts_of(fields[name])
     if isinstance(prompts, PromptList):
         # The engine returns a list of answers, each with a report about its own prompt alone.
@@ -337,9 +335,9 @@ def _text(
     relevant: dict[str, msgspec.Raw], truncated: bool, ids: NDArray[np.uint64] | None
 ) -> TokenRequest | NDArray[np.int64] | ListRequest:
     """Return the request of a completion, its ids, or its prompts."""
-    if bytes(relevant.get("prompt_embeds", NULL)) != NULL:
+    if is_given(relevant, "prompt_embeds"):
         raise TokensUnknown("embeds", "prompt_embeds have no token ids, so nothing of them is known to be cached")
-    if ids is None and bytes(relevant.get("prompt", NULL)) == NULL:
+    if ids is None and not is_given(relevant, "prompt"):
         raise BadQuestion("prompt is missing: a completion needs one")
 
     def one(prompt: msgspec.Raw | NDArray[np.uint64]) -> TokenRequest | NDArray[np.int64]:

@@ -228,11 +228,7 @@ class TextTokenizer:
                 if request is None:
                     request = await self._in_thread(lambda: _whole(path, body))
                 if isinstance(request, ListRequest):
-                    return (
-                        await self._listed(model, request, authorization)
-                        if _has_texts(request)
-                        else given_list(request)
-                    )
+                    return await self._listed(model, request, authorization)
                 if not isinstance(request, TokenRequest):
                     return _given(request)
                 if request.media_at is not None:

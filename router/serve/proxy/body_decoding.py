@@ -27,11 +27,18 @@ class BodyDecoding:
     def refusal(self, encoding: bytes) -> WrongCoding | None:
         """Return why a body with this Content-Encoding is refused before it is read, or None if it is not."""
         try:
-            coding_of(encoding)
+            self._coding_of(encoding)
         except WrongCoding as error:
-            self._counts[UNSUPPORTED].inc()
             return error
         return None
+
+    def _coding_of(self, encoding: bytes) -> ContentCoding:
+        """Return the coding that a Content-Encoding names. Raises WrongCoding, and counts it."""
+        try:
+            return coding_of(encoding)
+        except WrongCoding:
+            self._counts[UNSUPPORTED].inc()
+            raise
 
     async def decoded(self, encoding: bytes, body: bytes | bytearray) -> bytes:
         """Return the body without its content coding. A long one is decoded in a thread.
@@ -39,9 +46,7 @@ class BodyDecoding:
         Raises WrongCoding if the coding is not accepted, TooLarge if the decoded body is over the limit, and
         BadQuestion if it cannot be decoded.
         """
-        if (refusal := self.refusal(encoding)) is not None:
-            raise refusal
-        coding = coding_of(encoding)
+        coding = self._coding_of(encoding)
         # Some clients name a coding in requests that have no body.
         if coding is ContentCoding.IDENTITY or not body:
             return bytes(body)

@@ -8,19 +8,13 @@ engine's errors go to the client unchanged; the router's own errors say what to 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
 import kvrouter.router.serve.proxy.headers as h
 from kvrouter.contract.worker_status import ReuseStatus
-from kvrouter.router.base.common.errors import (
-    NoWorker,
-    RouterError,
-    Saturated,
-    WorkerSilent,
-    WorkerUnreachable,
-)
+from kvrouter.router.base.common.errors import NoWorker, RouterError, Saturated, WorkerSilent, WorkerUnreachable
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.common.random_ids import RandomIds
 from kvrouter.router.model.config.settings import Config
@@ -152,17 +146,22 @@ class Proxy:
 
         Raises nothing but defects and its own cancellation, which means that the client has hung up.
         """
+        await self._forward(client, client.path, self._answer_placed)
+
+    async def forward_stored(self, client: Client) -> None:
+        """Answer a request about a stored response as its worker does. Raises as `forward` does."""
+        await self._forward(client, route_of(client.path), self._answer_stored)
+
+    async def _forward(self, client: Client, route: str, answer: Callable[[Client, Request], Awaitable[str]]) -> None:
+        """Answer the client and count the outcome, which `answer` returns. `route` is the path for metrics."""
         request_id = h.header(client.headers, h.REQUEST_ID) or self._new_id().encode()
         key_name = None if client.bounds is None else client.bounds.key
-        watch = self._quality.begin(client.path, client.headers, request_id.decode("latin-1"), key_name)
+        watch = self._quality.begin(route, client.headers, request_id.decode("latin-1"), key_name)
         request = Request(client, watch, request_id)
         outcome, refusal_status = "client_gone", 0
         self._open += 1
         try:
-            ask = await self.reader.read(request)
-            watch.asked(ask)
-            answer = await self._answer(request, ask)
-            outcome = await self._relay(client, request, answer, predicted=not ask.question.is_blind)
+            outcome = await answer(client, request)
         except RouterError as error:
             outcome = "unreachable" if isinstance(error, WorkerUnreachable | WorkerSilent) else "refused"
             refusal_status = error.status
@@ -172,35 +171,25 @@ class Proxy:
             raise
         finally:
             self._open -= 1
-            self._metrics.requests(client.path, outcome).inc()
-            watch.ended(outcome, refusal_status)
-
-    async def forward_stored(self, client: Client) -> None:
-        """Answer a request about a stored response as its worker does. Raises as `forward` does."""
-        request_id = h.header(client.headers, h.REQUEST_ID) or self._new_id().encode()
-        key_name = None if client.bounds is None else client.bounds.key
-        route = route_of(client.path)
-        watch = self._quality.begin(route, client.headers, request_id.decode("latin-1"), key_name)
-        request = Request(client, watch, request_id)
-        outcome, refusal_status = "client_gone", 0
-        self._open += 1
-        try:
-            worker, status = await self.responses.forward(client, request)
-            outcome = outcome_of(status, failed=False)
-            self._metrics.answers(worker)(outcome).inc()
-        except Failure:
-            outcome = "cut"
-        except RouterError as error:
-            outcome = "unreachable" if isinstance(error, WorkerUnreachable | WorkerSilent) else "refused"
-            refusal_status = error.status
-            client.refuse(error, [(h.REQUEST_ID, request.request_id)])
-        except Exception:
-            outcome = "bug"
-            raise
-        finally:
-            self._open -= 1
             self._metrics.requests(route, outcome).inc()
             watch.ended(outcome, refusal_status)
+
+    async def _answer_placed(self, client: Client, request: Request) -> str:
+        """Place the request, pass the worker's answer on, and return the outcome. Raises RouterError."""
+        ask = await self.reader.read(request)
+        request.watch.asked(ask)
+        answer = await self._answer(request, ask)
+        return await self._relay(client, request, answer, predicted=not ask.question.is_blind)
+
+    async def _answer_stored(self, client: Client, request: Request) -> str:
+        """Pass on what the owner of a stored response answers, and return the outcome. Raises RouterError."""
+        try:
+            worker, status = await self.responses.forward(client, request)
+        except Failure:
+            return "cut"
+        outcome = outcome_of(status, failed=False)
+        self._metrics.answers(worker)(outcome).inc()
+        return outcome
 
     def closed(self, worker: WorkerKey) -> str | None:
         """Return why a worker takes no new requests now, or None if it does."""

@@ -297,7 +297,7 @@ async def _in_thread(body: bytes, work: Callable[Args, Result], *args: Args.args
 
 
 def caller_of(client: ClientRequest) -> str:
-    """Return the client's name among the owners of responses; all clients without an API key have the same."""
+    """Return the name of the client's API key; all clients without one are "", also among the owners of responses."""
     return "" if client.bounds is None else client.bounds.key
 
 
@@ -345,5 +345,5 @@ def _placement_request(
         pinned=pinned,
         is_owned=owner is not None,
         conversation_tokens=0 if owner is None else owner.conversation_tokens,
-        key_name="" if request.client.bounds is None else request.client.bounds.key,
+        key_name=caller_of(request.client),
     )
