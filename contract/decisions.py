@@ -34,7 +34,7 @@ class Wanted(StrEnum):
     WRONG = "wrong"
     # The chosen worker reuses less than another one would.
     LOST = "lost"
-    # The request did not end with an answer; requests whose client went away are not counted.
+    # The request failed, as `failed` of its outcome says; each request counts once, with its last attempt.
     FAILED = "failed"
 
 
@@ -63,6 +63,14 @@ class Outcome(msgspec.Struct, frozen=True, gc=False):
     expected_tokens: Annotated[
         int | None, Meta(description="tokens expected to be reused after the prompts ahead; null: not predicted")
     ] = None
+    status: Annotated[int | None, Meta(description="HTTP status of the answer; null: there was none")] = None
+    failed: Annotated[
+        bool,
+        Meta(
+            description="whether the request failed, as GET /history counts it: a status of 500 or more, or an answer that "
+            "broke off; not clients that hung up, and not an attempt after which another worker got the request"
+        ),
+    ] = False
 
 
 class DecidedPrefill(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

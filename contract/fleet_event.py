@@ -29,6 +29,8 @@ class EventType(StrEnum):
     STATE = "state"
     # A request was placed. Only a sample of the decisions is sent.
     DECISION = "decision"
+    # The outcome of a request, or of an attempt, whose decision was sent as an event and is still kept.
+    OUTCOME = "outcome"
     # Events that the client missed are no longer kept.
     LOST = "lost"
 
@@ -66,3 +68,10 @@ class FleetEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     best_tokens: Annotated[int | UnsetType, Meta(description="the longest predicted hit of all workers")] = UNSET
     lost_by: Annotated[str | UnsetType, Meta(description="why the worker with the longest hit was not chosen")] = UNSET
     skipped: Annotated[int | UnsetType, Meta(description="decisions before this one that were not sent")] = UNSET
+    delivered_tokens: Annotated[int | UnsetType, Meta(description="tokens that the engine reported as reused")] = UNSET
+    outcome: Annotated[str | UnsetType, Meta(description="what came of the request, as /decisions has it")] = UNSET
+    status: Annotated[int | UnsetType, Meta(description="HTTP status of the answer")] = UNSET
+    failed: Annotated[bool | UnsetType, Meta(description="whether the request failed, as /decisions has it")] = UNSET
+    e2e_s: Annotated[float | UnsetType, Meta(description="seconds from the whole request to the end of its answer")] = (
+        UNSET
+    )

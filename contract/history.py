@@ -3,11 +3,22 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+
+class Range(StrEnum):
+    """The ranges of `/history`."""
+
+    QUARTER = "15m"
+    HOUR = "1h"
+    DAY = "24h"
+
+
+RANGES_S = {Range.QUARTER: 900, Range.HOUR: 3_600, Range.DAY: 86_400}
 # The number of days for which savings are kept, today included.
 MAX_DAYS = 35
 # The description of each sum, which holds for one step and for the whole range.

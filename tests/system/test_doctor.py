@@ -11,6 +11,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -135,6 +136,25 @@ def test_kv106_and_kv107_name_what_an_engine_says_of_its_disk_and_the_time(clini
     with clinic.worker("disk", url=http.url) as subject:
         assert "left alone" in clinic.find("KV106", subject).evidence
         assert "behind this router's" in clinic.find("KV107", subject).evidence
+
+
+def test_kv113_names_an_alias_of_no_model_once_no_worker_is_awaited(
+    tmp_path: Path, replicas: list[dict[str, Any]]
+) -> None:
+    file = tmp_path / "kvrouter.yaml"
+    here = f"w0={replicas[0]['url']},patch=off"
+    late = f"late=http://127.0.0.1:{free_port()}"
+    file.write_text(json.dumps({"model_aliases": ["short=gemma"], "workers": [here, late]}))
+    with RouterProcess(tmp_path / "router", ["--config", str(file)]) as router:
+        clinic = Clinic(router)
+        clinic.find("KV104", "late")
+        router.wait_connected("w0")
+        assert "KV113" not in clinic.codes()
+        file.write_text(json.dumps({"model_aliases": ["short=gemma"], "workers": [here]}))
+        finding = clinic.find("KV113")
+        assert finding.subject == "alias short" and "stands for gemma" in finding.evidence and MODEL in finding.evidence
+        file.write_text(json.dumps({"model_aliases": [f"short={MODEL}"], "workers": [here]}))
+        clinic.wait_gone("KV113")
 
 
 def test_kv201_names_a_missing_event_endpoint(clinic: Clinic, http: EngineHttp) -> None:

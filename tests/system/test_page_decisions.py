@@ -39,7 +39,7 @@ def complete(router: RouterProcess, number: int, name: str, worker: str | None =
 
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
-    """Start a router with answers as predicted, three that are not, and two that failed."""
+    """Start a router with answers as predicted, three that are not, two that failed, and one of a client's mistake."""
     with ExitStack() as stack:
         endpoints = stack.enter_context(replicas(REPLICAS, "--shape", "gemma3", "--blocks", "600"))
         odd = stack.enter_context(ScriptedEngine(plain(json.dumps(SURPRISING).encode())))
@@ -51,9 +51,9 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
         started.wait_row("odd", lambda row: not row["closed"])
         for number in range(3):
             complete(started, 100 + number, f"odd-{number}", "odd")
-        odd.script = plain(b'{"error": {"message": "too long"}}', "400 Bad Request")
-        for number in range(2):
-            with pytest.raises(RouterError, match="400"):
+        for number, status in enumerate(("500 Internal Server Error", "500 Internal Server Error", "400 Bad Request")):
+            odd.script = plain(b'{"error": {"message": "too long"}}', status)
+            with pytest.raises(RouterError, match=status[:3]):
                 complete(started, 200 + number, f"bad-{number}", "odd")
         yield started
 
@@ -80,7 +80,7 @@ def test_the_list_has_what_the_filters_want_and_the_address_names_them(tab: Brow
         page.select_option("select[name=only]", only)
         expect(page.locator("#decisions-list [data-row]")).to_have_count(count)
         assert listed(page) == kept(router, f"&only={only}") and page.url.endswith(f"#decisions?only={only}")
-    expect(page.locator("#decisions-list tbody tr >> nth=0")).to_contain_text("client error")
+    expect(page.locator("#decisions-list tbody tr >> nth=0")).to_contain_text("server error")
     page.fill("input[name=worker]", "w1")
     page.keyboard.press("Enter")
     expect(page.locator("#decisions-list")).to_contain_text("that chose w1, no request failed")

@@ -27,6 +27,40 @@ EVENTS: tuple[tuple[dict[str, Any], str], ...] = (
         {"type": "decision", "num_tokens": 9, "reason": "reuses 8", "skipped": 3},
         "9 tokens: reuses 8 (3 decisions before it are not shown)",
     ),
+    (
+        {
+            "type": "outcome",
+            "outcome": "ok",
+            "status": 200,
+            "predicted_tokens": 8,
+            "delivered_tokens": 6,
+            "failed": False,
+        }
+        | {"e2e_s": 0.25, "selection_id": "s1"},
+        "ok, status 200, 8 tokens predicted, 6 delivered, after 0.250 s, selection s1",
+    ),
+    (
+        {
+            "type": "outcome",
+            "outcome": "client_gone",
+            "delivered_tokens": 6,
+            "failed": False,
+            "e2e_s": 2,
+            "selection_id": "s",
+        },
+        "client gone, 6 tokens delivered, after 2.000 s, selection s",
+    ),
+    (
+        {
+            "type": "outcome",
+            "outcome": "server_error\x1b",
+            "status": 500,
+            "failed": True,
+            "e2e_s": 0.1,
+            "selection_id": "s",
+        },
+        "failed: server error?, status 500, after 0.100 s, selection s",
+    ),
 )
 DECISION = SELECTED | {
     "num_tokens": 3,
@@ -73,6 +107,12 @@ def test_each_event_is_a_line_and_control_characters_are_not_printed(
     for line, (event, text) in zip(lines, EVENTS, strict=True):
         assert re.match(rf"\d\d:\d\d:\d\d\.290 {event['type']} +w0@1 +{re.escape(text)}$", line), line
     assert "the router ended the stream; connecting again" in err
+
+
+def test_an_event_that_is_no_event_of_a_router_is_refused(stub: StubRouter, capsys: pytest.CaptureFixture[str]) -> None:
+    stub.answers["/events?"] = (200, stream(BASE | {"type": "outcome", "outcome": "ok"}))
+    assert run(["tail", "--url", stub.url]) == 130
+    assert "does not come from a router of this version" in capsys.readouterr().err
 
 
 def test_filters_are_sent_to_the_router_and_json_is_passed_through(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from typing import Any
@@ -37,8 +38,9 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"predicted_tokens": None},
     {"delivered_tokens": None},
     {"outcome": "client_gone", "delivered_tokens": None},
-    {"outcome": "server_error", "delivered_tokens": None},
-    {"outcome": "refused", "predicted_tokens": None, "delivered_tokens": None},
+    {"outcome": "client_error", "status": 404, "delivered_tokens": None},
+    {"outcome": "server_error", "status": 500, "failed": True, "delivered_tokens": None},
+    {"outcome": "refused", "status": 503, "failed": True, "predicted_tokens": None, "delivered_tokens": None},
 )
 
 
@@ -215,6 +217,38 @@ def test_a_sample_of_decisions_is_published_and_says_how_many_are_not() -> None:
     assert len(kept.shown) == 2 * SHOWN_BURST + len(events)
 
 
+def test_the_outcome_of_a_decision_in_the_stream_follows_it_in_every_process() -> None:
+    kept, other = Kept(), Kept()
+    kept.log.send_notice = other.log.take_notice
+    selection_id = kept.placer.reserve(ask()).selection_id
+    kept.log.end(selection_id, msgspec.structs.replace(OUTCOME, status=200))
+    for shown in (kept.shown, other.shown):
+        decision, outcome = shown
+        assert (decision.type, outcome.type) == (EventType.DECISION, EventType.OUTCOME)
+        assert (outcome.model, outcome.worker_id, outcome.dp_rank) == (decision.model, decision.worker_id, 0)
+        assert (outcome.selection_id, outcome.outcome, outcome.status) == (selection_id, "ok", 200)
+        assert (outcome.predicted_tokens, outcome.delivered_tokens) == (64, 48)
+        assert (outcome.failed, outcome.e2e_s, outcome.time_s) == (False, 0.2, 1_000.0)
+
+
+def test_an_outcome_event_leaves_out_numbers_that_are_not_known() -> None:
+    kept = Kept()
+    kept.log.end(kept.placer.reserve(ask()).selection_id, Outcome("reset", None, None, None, None, None, 0.1))
+    assert set(json.loads(msgspec.json.encode(kept.shown[-1]))) == {
+        *("type", "time_s", "model", "worker_id", "dp_rank", "selection_id", "outcome", "failed", "e2e_s")
+    }
+
+
+def test_an_outcome_is_an_event_once_and_only_after_an_event_of_its_decision() -> None:
+    kept = Kept()
+    shown, *_, hidden = [kept.placer.reserve(ask(number)).selection_id for number in range(SHOWN_BURST + 2)]
+    for outcome in (OUTCOME, OUTCOME, msgspec.structs.replace(OUTCOME, outcome="cut", failed=True)):
+        kept.log.end(hidden, outcome)
+        kept.log.end(shown, outcome)
+    outcomes = [event for event in kept.shown if event.type is EventType.OUTCOME]
+    assert [(event.selection_id, event.outcome) for event in outcomes] == [(shown, "ok"), (shown, "cut")]
+
+
 def test_a_search_finds_the_wanted_decisions_among_those_that_it_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: the newest decisions that the filter admits are found, and each decision looked at was looked at once."""
     rng = random.Random(5)
@@ -228,7 +262,7 @@ def test_a_search_finds_the_wanted_decisions_among_those_that_it_looks_at(monkey
     asserted: dict[Wanted | None, Callable[[DecisionReply], bool]] = {
         None: lambda reply: True,
         Wanted.LOST: lambda reply: bool(reply.lost_by),
-        Wanted.FAILED: lambda reply: reply.outcome is not None and reply.outcome.outcome in ("server_error", "refused"),
+        Wanted.FAILED: lambda reply: reply.outcome is not None and reply.outcome.status in (500, 503),
         Wanted.WRONG: lambda reply: (
             reply.outcome is not None and reply.outcome.predicted_tokens == 64 and reply.outcome.delivered_tokens == 48
         ),

@@ -150,6 +150,7 @@ FAULTS: dict[str, Snapshot] = {
     "KV109": snapshot(worker(refused_key="its /v1/models answers 401")),
     "KV110": snapshot(worker(), worker("w1", {"url": URL + "/"})),
     "KV111": snapshot(worker(given={"draining": True}, drains_s=61.0)),
+    "KV113": snapshot(unserved_aliases={"short": "gemma-12b"}),
     "KV112": snapshot(worker(refuses=Difference("it refused 40 of its last 128 requests", is_spread=True))),
     "KV201": snapshot(worker(given={"events": None, "replay": None}, is_silent=True, is_heard=False)),
     "KV202": snapshot(
@@ -504,3 +505,31 @@ def test_a_cpu_tier_is_named_when_it_refuses_and_for_a_while_after() -> None:
     assert parse_offload(PAGE_OF_METRICS % 1, 1) == OffloadSigns(refused=10**12)
     assert parse_offload(b"vllm:num_requests_running 1\n", 0) is None
     assert parse_offload(b"vllm:kvrouter_offload_cpu_usage_perc 1-e\n", 0) is None
+
+
+def test_an_alias_is_judged_once_every_engine_that_may_serve_it_is_known() -> None:
+    aliases = {"short": "gemma-12b"}
+
+    def judged(*workers: WorkerFacts, model: str | None = None) -> list[str]:
+        waiting = [] if model is None else [Registration(WorkerKey(model, "w9"), source="file")]
+        unregistered = [UnregisteredWorker(entry, Waiting("no engine answers there", "start it")) for entry in waiting]
+        looked_at = snapshot(*workers, unserved_aliases=aliases, unregistered=unregistered)
+        return [code for code in codes(looked_at) if code == "KV113"]
+
+    assert judged() == ["KV113"]
+    assert judged(worker(), worker("w1", is_starting=True)) == [], "its adapters are not known yet"
+    assert judged(model="") == [], "only its engine knows its model"
+    assert judged(model="gemma-12b") == [], "its worker is about to come"
+    assert judged(model="llama") == ["KV113"]
+    empty = snapshot(workers=(), unserved_aliases=aliases)
+    assert codes(empty) == ["KV005"], "a fleet without workers has one finding"
+
+
+def test_the_finding_of_an_alias_names_the_models_that_there_are() -> None:
+    workers = [worker(f"w{number}", {"model": f"m{number:02}"}) for number in range(22)]
+    looked_at = snapshot(*workers, unserved_aliases={"my name": "gemma-12b", "other": "x"})
+    first, second = (finding for finding in findings(looked_at) if finding.code == "KV113")
+    assert (first.subject, second.subject) == ("alias my name", "alias other")
+    for part in ("stands for gemma-12b", "m00, m01", "m19 and 2 more"):
+        assert part in first.evidence
+    assert "--model-alias 'my name=MODEL'" in first.fix and "serves gemma-12b" in first.fix

@@ -55,6 +55,17 @@ def test_an_adapter_belongs_to_the_workers_that_have_it() -> None:
     assert model_names.resolve("tone") == ServedModel(BASE, "tone", frozenset({"w2"}))
 
 
+def test_an_alias_of_nothing_is_named_until_a_worker_serves_what_it_stands_for() -> None:
+    aliases = {"gpt": BASE, "nice": "style", "gone": "nobody", BASE: "another"}
+    registered = [worker("w0")]
+    model_names = ModelNames(aliases)
+    assert model_names.unserved_aliases() == aliases
+    model_names.learn(registered, {})
+    assert model_names.unserved_aliases() == {"nice": "style", "gone": "nobody", BASE: "another"}
+    model_names.learn(registered, {"http://w0:1": {"style": "/a"}})
+    assert model_names.unserved_aliases() == {"gone": "nobody", BASE: "another"}
+
+
 def test_an_unknown_name_gets_an_error_with_the_known_ones() -> None:
     with pytest.raises(UnknownModel, match="base, gpt, style"):
         names(worker("w0", lora="style"), gpt=BASE, gone="nobody").resolve("x")

@@ -21,6 +21,7 @@ from kvrouter.router.app.cli.demo import demo
 from kvrouter.router.app.cli.doctor import doctor
 from kvrouter.router.app.cli.explain import explain
 from kvrouter.router.app.cli.fleet_changes import add, drain, remove, undrain
+from kvrouter.router.app.cli.history import history
 from kvrouter.router.app.cli.replay import replay
 from kvrouter.router.app.cli.savings import savings
 from kvrouter.router.app.cli.serve import epp, serve
@@ -56,7 +57,23 @@ config_app.command("schema")(config_schema)
 config_app.command("example")(config_example)
 config_app.command("markdown")(config_markdown)
 
-for command in (serve, epp, workers, add, remove, drain, undrain, explain, tail, doctor, savings, replay, shadow, demo):
+for command in (
+    serve,
+    epp,
+    workers,
+    add,
+    remove,
+    drain,
+    undrain,
+    explain,
+    tail,
+    doctor,
+    history,
+    savings,
+    replay,
+    shadow,
+    demo,
+):
     app.command()(command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(sim)
 app.add_typer(config_app, name="config")

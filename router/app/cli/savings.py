@@ -79,7 +79,7 @@ def savings_table(rows: list[dict[str, Any]], totals: dict[str, Any]) -> Table:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    from kvrouter.router.app.cli.tables import UNKNOWN, short_number
+    from kvrouter.router.app.cli.tables import UNKNOWN, share, short_number
 
     prompt_tokens = row["prompt_tokens"]
     # Without a measured speed, no time is known for the tokens that were not computed.
@@ -87,18 +87,14 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [
         short_number(row["requests"]),
         short_number(prompt_tokens),
-        *(f"{short_number(row[name])} {_share(row[name], prompt_tokens):>4}" for name in COUNTS[2:]),
+        *(f"{short_number(row[name])} {share(row[name], prompt_tokens):>4}" for name in COUNTS[2:]),
         f"{row['saved_s']:,.1f}" if is_timed else UNKNOWN,
     ]
 
 
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.0f}%" if whole else "-"
-
-
 def meaning(totals: dict[str, Any], days: int) -> str:
     """Return a sentence that says what the sums mean."""
-    from kvrouter.router.app.cli.tables import short_number
+    from kvrouter.router.app.cli.tables import share, short_number
 
     when = "Today" if days == 1 else f"In the last {days} days"
     prompt_tokens, reused_tokens = totals["prompt_tokens"], totals["reused_tokens"]
@@ -111,6 +107,6 @@ def meaning(totals: dict[str, Any], days: int) -> str:
     )
     return (
         f"{when}, {short_number(reused_tokens)} of {short_number(prompt_tokens)} prompt tokens "
-        f"({_share(reused_tokens, prompt_tokens)}) were not computed, {seconds}; the same prompts sent to the workers in "
-        f"turn would have reused an estimated {_share(totals['round_robin_tokens'], prompt_tokens)}."
+        f"({share(reused_tokens, prompt_tokens)}) were not computed, {seconds}; the same prompts sent to the workers in "
+        f"turn would have reused an estimated {share(totals['round_robin_tokens'], prompt_tokens)}."
     )

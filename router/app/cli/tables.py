@@ -58,6 +58,11 @@ def short_number(value: int) -> str:
     return f"{scaled:.0f}{unit}" if scaled >= HUNDRED else f"{scaled:.1f}{unit}"
 
 
+def share(part: int, whole: int) -> str:
+    """Return a part as a percentage of the whole; `-` if the whole is 0."""
+    return f"{100 * part / whole:.0f}%" if whole else UNKNOWN
+
+
 def outcome_line(answer: dict[str, Any]) -> str:
     """Return a line about the outcome of a decision, and about the attempts before it."""
     outcome = answer["outcome"]

@@ -32,6 +32,7 @@ COLOURS = {
     "resync": "yellow",
     "state": "cyan",
     "decision": "blue",
+    "outcome": "blue",
     "lost": "bold red",
 }
 
@@ -41,7 +42,9 @@ def tail(
     types: Annotated[
         str | None,
         typer.Option(
-            "--type", metavar="TYPE,...", help="only these: stored, removed, cleared, epoch, gap, resync, ..."
+            "--type",
+            metavar="TYPE,...",
+            help="only these: stored, removed, cleared, epoch, gap, resync, state, decision, outcome",
         ),
     ] = None,
     worker: Annotated[list[str] | None, typer.Option(metavar="ID", help="only this worker; may be repeated")] = None,
@@ -111,7 +114,25 @@ def _about(event: dict[str, Any]) -> str:
     if kind == "decision":
         skipped = f" ({event['skipped']} decisions before it are not shown)" if "skipped" in event else ""
         return f"{event['num_tokens']} tokens: {reason}{skipped}"
+    if kind == "outcome":
+        return _outcome(event)
     if kind == "epoch":
         return f"{event['epoch']}" + (f": {reason}" if reason else "")
     times = f"{event['count']} times: " if event.get("count", 1) > 1 else ""
     return f"{times}{reason}"
+
+
+def _outcome(event: dict[str, Any]) -> str:
+    """Return the outcome of a request as text: how it ended, its status, and predicted and delivered tokens."""
+    outcome, tokens = str(event["outcome"]).replace("_", " "), []
+    if event["failed"]:
+        outcome = f"failed: {outcome}"
+    if "status" in event:
+        outcome += f", status {event['status']}"
+    if "predicted_tokens" in event:
+        tokens.append(f"{event['predicted_tokens']} tokens predicted")
+    if "delivered_tokens" in event:
+        tokens.append(
+            f"{event['delivered_tokens']} delivered" if tokens else f"{event['delivered_tokens']} tokens delivered"
+        )
+    return ", ".join((outcome, *tokens, f"after {event['e2e_s']:.3f} s, selection {event['selection_id']}"))

@@ -359,6 +359,10 @@ class Core:
         """Return all valid values of a request's `model`: models, their adapters, and aliases."""
         return self._known_names().names()
 
+    def unserved_aliases(self) -> dict[str, str]:
+        """Return the aliases of models and adapters that no worker serves, each with what it stands for."""
+        return self._known_names().unserved_aliases()
+
     def _known_names(self) -> ModelNames:
         if not self._names_known:
             self._names.learn(self.registrations(), self.engine_lists.adapters)

@@ -53,6 +53,8 @@ WORKERS_A_TURN = 64
 # Larger than a block of nearly all engines (Mamba models have some hundred tokens); used for workers whose blocks are
 # unknown.
 USUAL_UNIT_MAX_TOKENS = 1_024
+# An engine takes minutes to load a large model. An engine that has not listed its models for longer is not starting.
+STARTING_S = 600.0
 ORDER = list(Severity)
 
 
@@ -163,6 +165,7 @@ class Diagnosis:
             time_s=time_s,
             workers=workers,
             unregistered=self._sources.unregistered(),
+            unserved_aliases=core.unserved_aliases(),
             left_out=core.registry.left_out,
             contested=self._sources.contested(),
             endpoints=endpoints,
@@ -254,6 +257,7 @@ class Diagnosis:
             refused=self._core.mirror_sync.lost_credit(worker),
             withheld=stream.withheld,
             is_heard=stream.record.shown.seq is not None or profile.contact.last_event_s is not None,
+            is_starting=self._is_starting(stream),
             is_silent=profile.is_silent,
             is_patched=profile.patch.epoch is not None,
             blocks=sum(stream.counts().values()),
@@ -265,6 +269,12 @@ class Diagnosis:
             names_streams=(registration.url or "") in self._core.engine_lists.sources,
             drains_s=None if stream.drains_since_s is None else self._core.now() - stream.drains_since_s,
         )
+
+    def _is_starting(self, stream: WorkerStream) -> bool:
+        """Return whether the worker's engine may be starting: it has not listed its models and adapters yet."""
+        url, lists = stream.registration.url, self._core.engine_lists
+        is_listed = url is None or url in lists.served or url in lists.refusing
+        return not is_listed and self._core.now() - stream.record.since_s < STARTING_S
 
     def _prompts(self, worker: WorkerKey, stream: WorkerStream) -> PromptCount:
         lengths, catalog = self._placer.weights.prompts, stream.profile.catalog

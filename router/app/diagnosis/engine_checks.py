@@ -11,10 +11,13 @@ from kvrouter.router.app.diagnosis.snapshot import Snapshot, WorkerFacts
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.model.engines.known import engine_named
 from kvrouter.router.model.workers.provenance import registered_twice
-from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.model.workers.registration import UNKNOWN_MODEL, Registration
 from kvrouter.router.model.workers.source_precedence import PLACES, REGISTER
 from kvrouter.router.observe.findings.finding import NOTE, ROUTER, argument, found
 from kvrouter.router.observe.findings.subject import Subject
+
+# The most models that one finding lists.
+MAX_MODELS = 20
 
 
 def engine_findings(snapshot: Snapshot) -> Iterator[Finding]:
@@ -39,6 +42,7 @@ def engine_findings(snapshot: Snapshot) -> Iterator[Finding]:
         model, worker_id, dp_rank = entry.registration.worker
         subject = Subject.of_listed(worker_id, dp_rank, entry.registration.source, model)
         yield found("KV104", subject, entry.waiting.reason, entry.waiting.fix)
+    yield from _of_aliases(snapshot)
     for key, reason in snapshot.left_out.items():
         yield found("KV108", Subject.of_worker(key), reason)
     for worker in snapshot.workers:
@@ -61,6 +65,27 @@ def engine_findings(snapshot: Snapshot) -> Iterator[Finding]:
             yield found(
                 "KV107", worker.subject, f"its clock is {differs} this router's, by the Date of its answers", SET_CLOCKS
             )
+
+
+def _of_aliases(snapshot: Snapshot) -> Iterator[Finding]:
+    """Yield the aliases of models that no worker serves, except those of models that a starting worker may serve."""
+    waiting = {entry.registration.worker.model for entry in snapshot.unregistered}
+    # The adapters of a starting engine are not known, and neither is the model of a worker that only its engine names.
+    if not snapshot.workers or UNKNOWN_MODEL in waiting or any(worker.is_starting for worker in snapshot.workers):
+        return
+    models = sorted({worker.registration.worker.model for worker in snapshot.workers})
+    more = f" and {len(models) - MAX_MODELS} more" if len(models) > MAX_MODELS else ""
+    for alias, target in sorted(snapshot.unserved_aliases.items()):
+        if target in waiting:
+            continue
+        yield found(
+            "KV113",
+            f"alias {printable(alias)}",
+            f"it stands for {printable(target)}, which no worker serves; models of "
+            f"workers: {', '.join(map(printable, models[:MAX_MODELS]))}{more}",
+            f"correct --model-alias {argument(f'{alias}=MODEL')} on all routers (model_aliases in the settings file applies "
+            f"without a restart), or start a worker that serves {argument(target)}",
+        )
 
 
 def _of_worker(worker: WorkerFacts) -> Iterator[Finding]:

@@ -68,6 +68,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     withheld: str = ""
     # Whether a batch of its events ever arrived.
     is_heard: bool = False
+    # Whether its engine may be starting: it has not listed its models and adapters yet.
+    is_starting: bool = False
     # Whether it has no event endpoint.
     is_silent: bool = False
     # Whether a publisher of the engine patch is followed.
@@ -139,6 +141,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     time_s: float = 0.0
     workers: Sequence[WorkerFacts] = ()
     unregistered: Sequence[UnregisteredWorker] = ()
+    # The aliases (`model_aliases`) that mean nothing now, each with the model or adapter that it stands for.
+    unserved_aliases: Mapping[str, str] = {}
     # Registered workers that are not followed here, and why.
     left_out: Mapping[WorkerKey, str] = {}
     # Source, id and rank, and reason of each worker that two sources, or two routers' sources of one name, describe

@@ -85,6 +85,10 @@ class ModelNames:
         """Return all names that a request may use, sorted: models, adapters, and aliases of these."""
         return sorted(self._served)
 
+    def unserved_aliases(self) -> dict[str, str]:
+        """Return the aliases of models and adapters that no worker serves, each with what it stands for."""
+        return {alias: target for alias, target in self.aliases.items() if target not in self._served}
+
 
 def unknown_model(name: str, names: Sequence[str], target: str | None = None) -> UnknownModel:
     """Return the error for a model that no worker serves.

@@ -32,8 +32,6 @@ SHOWN_BURST = 20
 # How many kept decisions one search examines, the newest first: as many as are kept by default. Each takes up to 1 us,
 # during which the process answers nothing else.
 MAX_SEARCHED = 10_000
-# The outcomes that do not count as failures: the request was answered, or its client went away.
-UNFAILED = frozenset({"ok", "client_gone"})
 # How many attempts of one request are kept by its id.
 MAX_ATTEMPTS = 8
 # The limit of a request's id; a longer one is a client's mistake, and its decisions cannot be found by it.
@@ -67,7 +65,7 @@ class DecisionFilter(msgspec.Struct, frozen=True):
             case Wanted.LOST:
                 return kept.is_lost
             case Wanted.FAILED:
-                return outcome is not None and outcome.outcome not in UNFAILED
+                return outcome is not None and outcome.failed
             case Wanted.WRONG:
                 return (
                     outcome is not None
@@ -86,6 +84,8 @@ class KeptDecision(msgspec.Struct, gc=False):
     is_lost: bool
     request_id: str = ""
     outcome: Outcome | None = None
+    # Whether an event announced the decision, so that another one will announce its outcome.
+    is_shown: bool = False
 
     def decision(self) -> Decision:
         """Return the decoded decision."""
@@ -93,6 +93,11 @@ class KeptDecision(msgspec.Struct, gc=False):
 
 
 EVERY = DecisionFilter()
+
+
+def known(number: int | None) -> int | msgspec.UnsetType:
+    """Return the number for a field of an event, which is left out where the number is None."""
+    return msgspec.UNSET if number is None else number
 
 
 class DecisionLog:
@@ -138,25 +143,26 @@ class DecisionLog:
 
     def record(self, selection_id: str, request: PlacementRequest, choice: Choice) -> None:
         """Record the decision to send a request to a worker. `choice` must have its comparison."""
+        kept_decision: KeptDecision | None = None
         if self._max_kept:
             # Text that is not valid UTF-8 could not be shown either.
             with contextlib.suppress(UnicodeEncodeError):
                 data = _encode(decision_of(selection_id, self._feed.now(), request, choice))
-                self._keep(selection_id, KeptDecision(data, choice.hit.worker, bool(choice.lost)))
+                kept_decision = KeptDecision(data, choice.hit.worker, bool(choice.lost))
+                self._keep(selection_id, kept_decision)
         now = self._clock()
         full_at_s = max(now, self._full_at_s) + 1 / SHOWN_PER_S
         if full_at_s > now + SHOWN_BURST / SHOWN_PER_S:
             self._skipped += 1
             return
         self._full_at_s = full_at_s
-        event = self._event(selection_id, request, choice)
-        self._feed.publish(event)
-        with contextlib.suppress(UnicodeEncodeError):
-            self.send_notice(_encode(event))
+        self._publish(self._event(selection_id, request, choice))
         self._skipped = 0
+        if kept_decision is not None:
+            kept_decision.is_shown = True
 
     def take_notice(self, notice: bytes) -> None:
-        """Publish a decision of another process.
+        """Publish a decision of another process, or the outcome of one.
 
         Bytes that cannot be decoded are ignored, because any program may write to Redis.
         """
@@ -164,8 +170,14 @@ class DecisionLog:
             event = _decode_event(notice)
         except (msgspec.MsgspecError, ValueError):
             return
-        if event.type is EventType.DECISION:
+        if event.type in (EventType.DECISION, EventType.OUTCOME):
             self._feed.publish(event)
+
+    def _publish(self, event: FleetEvent) -> None:
+        """Publish an event here, and in the other processes."""
+        self._feed.publish(event)
+        with contextlib.suppress(UnicodeEncodeError):
+            self.send_notice(_encode(event))
 
     def _event(self, selection_id: str, request: PlacementRequest, choice: Choice) -> FleetEvent:
         hit = choice.hit
@@ -180,6 +192,20 @@ class DecisionLog:
             best_tokens=choice.best_hit_tokens,
             lost_by=choice.lost or msgspec.UNSET,
             skipped=self._skipped or msgspec.UNSET,
+        )
+
+    def _outcome_event(self, selection_id: str, worker: WorkerKey, outcome: Outcome) -> FleetEvent:
+        return FleetEvent(
+            EventType.OUTCOME,
+            self._feed.now(),
+            *worker,
+            selection_id=selection_id,
+            predicted_tokens=known(outcome.predicted_tokens),
+            delivered_tokens=known(outcome.delivered_tokens),
+            outcome=outcome.outcome,
+            status=known(outcome.status),
+            failed=outcome.failed,
+            e2e_s=outcome.e2e_s,
         )
 
     def _keep(self, selection_id: str, kept_decision: KeptDecision) -> None:
@@ -212,10 +238,14 @@ class DecisionLog:
         del attempts[:-MAX_ATTEMPTS]
 
     def end(self, selection_id: str, outcome: Outcome) -> None:
-        """Record the outcome of the decision's request."""
+        """Record the outcome of the decision's request. A later outcome of the same decision replaces it."""
         kept_decision = self._kept.get(selection_id)
-        if kept_decision is not None:
-            kept_decision.outcome = outcome
+        if kept_decision is None:
+            return
+        former, kept_decision.outcome = kept_decision.outcome, outcome
+        is_repeated = former is not None and (former.outcome, former.failed) == (outcome.outcome, outcome.failed)
+        if kept_decision.is_shown and not is_repeated:
+            self._publish(self._outcome_event(selection_id, kept_decision.worker, outcome))
 
     def find(self, name: str) -> tuple[KeptDecision, list[str]] | None:
         """Return the decision with this id of a selection or a request, and the earlier selections of that request.

@@ -180,6 +180,14 @@ EXPLANATIONS: dict[str, Explanation] = {
         "(`--max-model-len`, adapters, tools, API key). If the requests themselves are wrong, correct their "
         "client, which the access log names by its API key (`--access-log`).",
     ),
+    "KV113": Explanation(
+        "`model_aliases` (`--model-alias NAME=MODEL`) gives a further name to a model or adapter that no worker serves, so "
+        "requests for that name get 404. Either the model is misspelled, or its workers were removed or serve another "
+        "name. The finding waits while an engine may be starting: while a source lists a worker whose model is not known, "
+        "and for ten minutes while a registered engine has not listed its adapters.",
+        "Correct or remove the alias on all routers. In the settings file, the change applies without a restart. Or start a "
+        "worker that serves the model: `GET /v1/models` lists all names that requests may use.",
+    ),
     "KV201": Explanation(
         "The engine's events are off, or their endpoint was not registered. The router knows only what it sent "
         "there itself, and marks predictions `approximate`.",

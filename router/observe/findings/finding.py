@@ -47,6 +47,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "KV110": (WARNING, "one engine is registered twice"),
     "KV111": (NOTE, "the worker drains"),
     "KV112": (WARNING, "the worker refuses more requests than its peers"),
+    "KV113": (WARNING, "an alias stands for no served model"),
     "KV201": (ERROR, "the worker has no event endpoint"),
     "KV202": (ERROR, "the event endpoint says nothing"),
     "KV203": (ERROR, "the events are those of another engine or rank"),

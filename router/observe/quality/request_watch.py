@@ -42,12 +42,24 @@ if TYPE_CHECKING:
 Headers = list[tuple[bytes, bytes]]
 
 OK = "ok"
-# The outcomes of requests that failed. A request that the router refused failed if its status is FIRST_FAILURE or more.
+# The outcomes of requests that failed (`has_failed`).
 FAILED_OUTCOMES = frozenset({"server_error", "cut", "unreachable", "bug"})
 FIRST_FAILURE = 500
 CLIENT_GONE = "client_gone"
 # The tokens of the shortest answer that has a time between its tokens.
 TOKENS_MIN = 2
+
+
+def has_failed(outcome: str, refusal_status: int) -> bool:
+    """Return whether a request failed. History, decisions and the page all count by this.
+
+    A client's mistake (a status below FIRST_FAILURE) and a client that hung up are no failures of the fleet.
+
+    Args:
+        outcome: The outcome of the request, one of those in `ProxyMetrics`.
+        refusal_status: The status with which the router refused it, or 0 if it did not refuse it.
+    """
+    return outcome in FAILED_OUTCOMES or refusal_status >= FIRST_FAILURE
 
 
 class Quality:
@@ -302,10 +314,11 @@ class RequestWatch:
             refusal_status: The status with which the router refused it, or 0 if it did not refuse it.
         """
         self._land()
-        self._end_decision(outcome)
+        failed = has_failed(outcome, refusal_status)
+        self._end_decision(outcome, self._status or refusal_status, failed=failed)
         sums = self._quality.traffic.of(self._model)
         sums.requests += 1
-        if outcome in FAILED_OUTCOMES or refusal_status >= FIRST_FAILURE:
+        if failed:
             sums.failed += 1
         if self._quality.logs_access:
             self._write_line(outcome)
@@ -338,13 +351,20 @@ class RequestWatch:
         e2e_s = self._quality.clock() - self._began_s
         write_line(fields, [] if measured is None else pieces_of(measured), report, e2e_s)
 
-    def _end_decision(self, outcome: str) -> None:
+    def _end_decision(self, outcome: str, status: int = 0, *, failed: bool = False) -> None:
+        """Record the outcome of the decision.
+
+        Args:
+            outcome: The outcome of the request, or the kind of failure of an attempt.
+            status: The HTTP status of the answer, or 0 if there was none.
+            failed: Whether the request has failed.
+        """
         decisions, placement = self._quality.decisions, self._placement
         if decisions is None or placement is None:
             return
         if self._tap is None:
             e2e_s = self._quality.clock() - self._began_s
-            result = Outcome(outcome, None, None, None, None, None, e2e_s)
+            result = Outcome(outcome, None, None, None, None, None, e2e_s, status=status or None, failed=failed)
         else:
             report = self.told()
             usage = report.usage
@@ -357,6 +377,8 @@ class RequestWatch:
                 report.ttft_s,
                 report.e2e_s,
                 report.expected,
+                status or None,
+                failed,
             )
         decisions.end(placement.selection_id, result)
 

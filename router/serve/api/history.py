@@ -3,25 +3,13 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Annotated, Protocol
 
 from fastapi import APIRouter, Query, Request, Response
 
-from kvrouter.contract.history import MAX_DAYS, HistoryReply, SavingsReply
+from kvrouter.contract.history import MAX_DAYS, RANGES_S, HistoryReply, Range, SavingsReply
 from kvrouter.router.serve.api.openapi import gives
 from kvrouter.router.serve.api.workers import respond
-
-
-class Range(StrEnum):
-    """The ranges of the history."""
-
-    QUARTER = "15m"
-    HOUR = "1h"
-    DAY = "24h"
-
-
-RANGES_S = {Range.QUARTER: 900, Range.HOUR: 3_600, Range.DAY: 86_400}
 
 WantedRange = Annotated[Range, Query(alias="range", description="15m and 1h have steps of 5 s, 24h of 60 s")]
 OneModel = Annotated[str | None, Query(description="only this model; without it, the sums of all models")]

@@ -11,7 +11,7 @@ const MOST_STREAMS = 20;
 // How much of a worker's id the tables show.
 const ID_CHARS = 20;
 const BLOCKS = new Set(["stored", "removed"]);
-const TYPES = ["stored", "removed", "cleared", "epoch", "gap", "resync", "state", "decision", "lost"];
+const TYPES = ["stored", "removed", "cleared", "epoch", "gap", "resync", "state", "decision", "outcome", "lost"];
 
 export class EventLog {
   constructor() {
@@ -54,6 +54,9 @@ function words(event) {
     case "state": return `is ${event.state.replaceAll("_", " ")}${event.reason ? `: ${event.reason}` : ""}`;
     case "epoch": return `a new epoch: ${event.reason ?? ""}`;
     case "decision": return `${count(event.num_tokens)} tokens, ${event.reason}`;
+    case "outcome": return [`${event.failed ? "failed: " : ""}${event.outcome.replaceAll("_", " ")}`,
+      event.status && `status ${event.status}`, event.predicted_tokens !== undefined && `${count(event.predicted_tokens)} tokens predicted`,
+      event.delivered_tokens !== undefined && `${count(event.delivered_tokens)} delivered`, `after ${seconds(event.e2e_s)}`].filter(Boolean).join(", ");
     default: return `${event.count > 1 ? `${count(event.count)} times: ` : ""}${event.reason ?? ""}`;
   }
 }
