@@ -118,7 +118,7 @@ def requests(quality: Quality, parts: list[bytes]) -> Callable[[int], None]:
     def work(count: int) -> None:
         for _ in range(count):
             watch = quality.begin(PATH, HEADERS)
-            watch.asked(ask)
+            watch.lookup_ended(ask)
             placement = Placement(NoEnds(), "0123", choice, [], PROMPT_TOKENS, 0, quality.clock())  # type: ignore[arg-type]
             watch.placed(placement)
             watch.sending(WORKER, "engine", 8000, HEADERS)

@@ -43,7 +43,7 @@ class Watched:
         self.computed_at: Counter[str] = Counter()
 
 
-async def one(session: aiohttp.ClientSession, prompt: list[int], answer_tokens: int, seen: Watched) -> None:
+async def stream_prompt(session: aiohttp.ClientSession, prompt: list[int], answer_tokens: int, seen: Watched) -> None:
     body = {"model": MODEL, "prompt": prompt, "max_tokens": answer_tokens, "stream": True}
     began_s = time.perf_counter()
     async with session.post("/v1/completions", json=body) as answer:
@@ -70,7 +70,7 @@ async def drive(url: str, given: argparse.Namespace) -> Watched:
         due_s, end_s = time.perf_counter(), time.perf_counter() + given.seconds
         while due_s < end_s:
             prompt = [rng.randrange(300, 30_000) for _ in range(given.prompt_tokens)]
-            group.create_task(one(session, prompt, given.answer_tokens, seen))
+            group.create_task(stream_prompt(session, prompt, given.answer_tokens, seen))
             due_s += rng.expovariate(given.rate)
             await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
     return seen

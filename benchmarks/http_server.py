@@ -91,7 +91,7 @@ def serve(way: str, pair: list[str] | None) -> None:
     """
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
-    hot = {HOT: lambda asked: REPLY}
+    hot = {HOT: lambda request: REPLY}
     metrics = HttpMetrics(MetricRegistry())
     access = Access(LiveSettings(Config()), metrics.access, clock=time.monotonic, wall_clock=time.time)
     guard = Guard(access, RouteTable([], [("POST", HOT)]), OPEN_PATHS)
@@ -129,9 +129,9 @@ def serve(way: str, pair: list[str] | None) -> None:
 
 def measure(rounds: int, requests: int, folder: Path) -> list[list[str]]:
     """Return a row for each kind of request: its name, and the least and the median CPU time in us for each way."""
-    kept = [("POST", HOT, "x" * size, f"POST {HOT}, {size:,} bytes", True) for size in BODY_BYTES]
+    sized_requests = [("POST", HOT, "x" * size, f"POST {HOT}, {size:,} bytes", True) for size in BODY_BYTES]
     kinds = [
-        *kept,
+        *sized_requests,
         ("GET", COLD, None, f"GET {COLD}", True),
         ("POST", HOT, "x" * BODY_BYTES[0], f"POST {HOT}, {BODY_BYTES[0]:,} bytes, on a new connection", False),
     ]

@@ -45,11 +45,11 @@ def build(chains: list[Chain]) -> tuple[Mirror, HashPlans]:
     return mirror, HashPlans.build(mirror, views)
 
 
-def time_calls(matcher: Matcher, plans: HashPlans, asked: list[Question]) -> float:
+def time_calls(matcher: Matcher, plans: HashPlans, questions: list[Question]) -> float:
     """Return the median time of one question, in us."""
     clock = time.perf_counter_ns
-    taken = np.empty(len(asked))
-    for i, question in enumerate(asked):
+    taken = np.empty(len(questions))
+    for i, question in enumerate(questions):
         start = clock()
         matcher.match(question, plans)
         taken[i] = clock() - start

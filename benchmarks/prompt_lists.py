@@ -24,7 +24,7 @@ from kvrouter.router.model.kvcache.catalog import Group, build_catalog
 from kvrouter.router.model.kvcache.prompt_hasher import SegmentMemory
 from kvrouter.router.model.workers.registration import CatalogSpec
 from kvrouter.router.model.workers.stream_state import StreamState
-from kvrouter.router.route.tokens.prompt_list import LOOKED_UP
+from kvrouter.router.route.tokens.prompt_list import MAX_PROMPTS_LOOKED_UP
 
 WORKERS = (1, 16, 64, 256)
 PROMPT_TOKENS, BLOCK_TOKENS = 2_000, 16
@@ -46,7 +46,7 @@ def main() -> None:
             mirror.begin_epoch(key, "e")
         views = [WorkerView(key, None, StreamState.LIVE, True, "", "e", catalog, scheme, {}) for key in keys]
         parts = []
-        for _ in range(LOOKED_UP):
+        for _ in range(MAX_PROMPTS_LOOKED_UP):
             tokens = rng.integers(0, 50_000, PROMPT_TOKENS)
             part = Question("m", PROMPT_TOKENS, token_ids=tokens)
             hashes = matcher._hasher(
@@ -58,12 +58,12 @@ def main() -> None:
                 mirror.add(key, Place(0, GPU), hashes[: len(hashes) // 2])
             parts.append(part)
         plans = HashPlans.build(mirror, views)
-        for count in (1, 8, LOOKED_UP):
-            asked = tuple(parts[:count])
-            for part in asked:
+        for count in (1, 8, MAX_PROMPTS_LOOKED_UP):
+            questions = tuple(parts[:count])
+            for part in questions:
                 for _ in matcher.hash_steps(part, plans):
                     pass
-            best = min(_time_us(matcher, plans, asked) for _ in range(arguments.rounds))
+            best = min(_time_us(matcher, plans, questions) for _ in range(arguments.rounds))
             print(f"{workers:4} workers, {count:3} prompts: {best:8.1f} us")
 
 

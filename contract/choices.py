@@ -159,7 +159,7 @@ class PrefillReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ] = None
 
 
-def one() -> int:
+def count_of_one() -> int:
     """Return 1, the value of a field that answers of older routers lack."""
     return 1
 
@@ -190,7 +190,7 @@ class SelectReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     isl_tokens: Annotated[int, Meta(description="length of the prompt in tokens; for a list, of all its prompts")]
     num_prompts: Annotated[
         int, Meta(description="number of prompts in the body, which go to one worker; overlap is the sum of their hits")
-    ] = msgspec.field(default_factory=one)
+    ] = msgspec.field(default_factory=count_of_one)
     block_size: Annotated[int, Meta(description="tokens in a block")]
     potential_decode_blocks: Annotated[
         int, Meta(description="blocks of context that are decoded there, with this prompt")

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from kvrouter.contract import fields
-from kvrouter.contract.choices import CandidateReply, one
+from kvrouter.contract.choices import CandidateReply, count_of_one
 from kvrouter.contract.hits import Overlap
 
 
@@ -101,9 +101,9 @@ class DecisionReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     num_prompts: Annotated[
         int,
         Meta(description="number of prompts in the request, which go to one worker; overlap is the sum of their hits"),
-    ] = msgspec.field(default_factory=one)
+    ] = msgspec.field(default_factory=count_of_one)
     answers: Annotated[int, Meta(description="number of answers to each prompt (`n`)")] = msgspec.field(
-        default_factory=one
+        default_factory=count_of_one
     )
     overlap: Annotated[Overlap, Meta(description="what the worker would reuse of the prompt")]
     expected_tokens: Annotated[

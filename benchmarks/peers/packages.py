@@ -71,8 +71,8 @@ def run(*command: str) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
-def reason(said: str) -> str:
+def reason(output: str) -> str:
     """Return the last error that pip printed, in a form that fits a cell of a table."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")] or lines or ["no reason given"]
     return errors[-1].removeprefix("ERROR: ").replace("|", "/")[:REASON_CHARACTERS_MAX]

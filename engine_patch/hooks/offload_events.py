@@ -285,8 +285,8 @@ def connector_name(connector: Any) -> str:
     return f"{name} with {inner}" if "." in inner else name
 
 
-def _class_name(thing: Any) -> str:
-    cls = type(thing)
+def _class_name(instance: Any) -> str:
+    cls = type(instance)
     is_known = cls.__module__.startswith(("vllm.", "kvrouter.engine_patch."))
     return cls.__name__ if is_known else f"{cls.__module__}.{cls.__name__}"
 

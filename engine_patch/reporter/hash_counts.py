@@ -101,8 +101,8 @@ class HashCounts:
             (all hashes, the hashes with two copies or more, the copies of the latter), with hashes in ascending order.
         """
         self._merge()
-        several = np.flatnonzero(self._counts > 1)
-        return self._hashes, self._hashes[several], self._counts[several]
+        repeated = np.flatnonzero(self._counts > 1)
+        return self._hashes, self._hashes[repeated], self._counts[repeated]
 
     def _merge_if_worth(self) -> None:
         if len(self._fresh) + self._gone > max(MERGE_AT, len(self._hashes) >> MERGE_SHIFT):

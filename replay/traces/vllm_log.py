@@ -98,10 +98,10 @@ def read_vllm_log(path: Path, lines: Iterator[Line], options: ReadOptions) -> It
         options.note(f"{without} requests without a prompt in the log are left out")
 
 
-def _keep(kept: dict[str, Any], name: str, value: Any) -> None:
-    kept[name] = value
-    if len(kept) > OPEN_MAX:
-        del kept[next(iter(kept))]
+def _keep(open_entries: dict[str, Any], name: str, value: Any) -> None:
+    open_entries[name] = value
+    if len(open_entries) > OPEN_MAX:
+        del open_entries[next(iter(open_entries))]
 
 
 def _request(prompt: str, params: str, time_s: float, options: ReadOptions, *, whole: bool) -> Request | None:

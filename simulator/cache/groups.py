@@ -54,9 +54,9 @@ class Group:
             reached_tokens: The length at which computation continues, behind the hit and the tokens to load.
         """
         skipped = self.skipped_tokens(reached_tokens) // self.block_size
-        kept = found[skipped:]
-        self.pool.touch(kept)
-        table.blocks = [self.pool.null] * skipped + list(kept)
+        kept_blocks = found[skipped:]
+        self.pool.touch(kept_blocks)
+        table.blocks = [self.pool.null] * skipped + list(kept_blocks)
         table.cached_blocks = len(table.blocks)
 
     def receive(self, table: Table, reached_tokens: int, loaded_tokens: int) -> None:

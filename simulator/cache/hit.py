@@ -143,7 +143,7 @@ def find_prefix(pool: BlockPool, geometry: Geometry, hashes: Sequence[bytes], li
             break
     blocks: list[list[Block]] = [[] for _ in geometry.groups]
     for n, ids in enumerate(classes):
-        kept = columns[n][: candidate // geometry.groups[ids[0]].block_size]
+        kept_columns = columns[n][: candidate // geometry.groups[ids[0]].block_size]
         for member, group_idx in enumerate(ids):
-            blocks[group_idx] = [column[member] for column in kept]
+            blocks[group_idx] = [column[member] for column in kept_columns]
     return PrefixHit(tuple(blocks), candidate, longest if longest > candidate else 0)

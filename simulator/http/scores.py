@@ -42,20 +42,20 @@ class SpeechBody(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
-def pairs(one: str | list[str], other: str | list[str]) -> list[tuple[str, str]]:
+def pairs(first: str | list[str], second: str | list[str]) -> list[tuple[str, str]]:
     """Return the pairs that are scored. Raises ValueError if the numbers of texts do not match."""
-    ones, others = [one] if isinstance(one, str) else one, [other] if isinstance(other, str) else other
-    if len(ones) == 1:
-        ones = ones * len(others)
-    if len(ones) != len(others) or not ones:
+    firsts, seconds = [first] if isinstance(first, str) else first, [second] if isinstance(second, str) else second
+    if len(firsts) == 1:
+        firsts = firsts * len(seconds)
+    if len(firsts) != len(seconds) or not firsts:
         raise ValueError("text_1 has as many texts as text_2, or one")
-    return list(zip(ones, others, strict=True))
+    return list(zip(firsts, seconds, strict=True))
 
 
-def score(one: str, other: str) -> float:
+def score(first: str, second: str) -> float:
     """Return the share of common words, between 0 and 1."""
-    ones, others = set(one.split()), set(other.split())
-    return len(ones & others) / max(1, len(ones | others))
+    first_words, second_words = set(first.split()), set(second.split())
+    return len(first_words & second_words) / max(1, len(first_words | second_words))
 
 
 def score_reply(

@@ -162,7 +162,7 @@ def test_the_oldest_decisions_are_forgotten_first() -> None:
         kept_ids = [selection_id for selection_id in selection_ids if kept.log.find(selection_id)]
         assert kept_ids == selection_ids[len(selection_ids) - len(kept_ids) :] and len(kept_ids) <= kept.log._max_kept
         last, searched = kept.log.last(1_000)
-        assert [entry.decision().selection_id for entry in last] == kept_ids[::-1] and searched == kept.log.kept
+        assert [entry.decision().selection_id for entry in last] == kept_ids[::-1] and searched == kept.log.num_kept
         sizes = sum(len(entry.data) + ENTRY_BYTES for entry in last)
         assert kept.log._bytes == sizes <= kept.log._max_bytes
         for attempts in kept.log._of_request.values():
@@ -196,7 +196,7 @@ def test_a_request_that_is_refused_is_no_decision() -> None:
     kept.placer.reserve(ask(0))
     with pytest.raises(Saturated):
         kept.placer.reserve(ask(1))
-    assert kept.log.kept == 1
+    assert kept.log.num_kept == 1
 
 
 def test_a_sample_of_decisions_is_published_and_says_how_many_are_not() -> None:

@@ -33,7 +33,7 @@ class Desk:
         """Place the request, and return the id of the selection."""
         self.number += 1
         request = ask(self.number)
-        watch.asked(request)
+        watch.lookup_ended(request)
         placement = self.placer.reserve(request)
         watch.placed(placement)
         return placement.selection_id

@@ -19,7 +19,13 @@ from kvrouter.router.model.engines.known import ENGINES
 from kvrouter.router.route.placement.placement_request import MAX_ANSWERS, PlacementRequest
 from kvrouter.router.route.placement.reservations import USUAL_OUTPUT_TOKENS
 from kvrouter.router.route.tokens.client_body import EMBEDDINGS_PATH, TEXT_PATH, read_client_body
-from kvrouter.router.route.tokens.prompt_list import LOOKED_UP, LOOKED_UP_BYTES, SPLIT_PROMPTS, PromptList, prompts_of
+from kvrouter.router.route.tokens.prompt_list import (
+    MAX_BYTES_LOOKED_UP,
+    MAX_PROMPTS_LOOKED_UP,
+    SPLIT_PROMPTS,
+    PromptList,
+    prompts_of,
+)
 from kvrouter.router.route.tokens.prompt_tokens import Prompt, TokensUnknown
 from kvrouter.router.route.tokens.token_request import ListRequest, TokenRequest, read
 from kvrouter.router.route.tokens.tokenizer import given_list
@@ -41,13 +47,15 @@ def test_ids_of_lists_are_read_and_counted_as_they_are(prompts: list[list[int]])
     assert isinstance(read_list, ListRequest)
     prompt = given_list(read_list)
     assert (prompt.num_prompts, prompt.num_tokens) == (len(prompts), sum(map(len, prompts)))
-    looked_up = prompts if len(prompts) <= LOOKED_UP else [*prompts[: LOOKED_UP - 1], prompts[-1]]
+    looked_up = (
+        prompts if len(prompts) <= MAX_PROMPTS_LOOKED_UP else [*prompts[: MAX_PROMPTS_LOOKED_UP - 1], prompts[-1]]
+    )
     assert [[] if part.token_ids is None else part.token_ids.tolist() for part in prompt.parts] == looked_up
     question = prompt.question("m", cache_salt="s", lora_name="l", worker_ids=frozenset({"w0"}))
     assert {(part.model, part.cache_salt, part.lora_name) for part in question.parts} == {("m", "s", "l")}
     assert question.worker_ids == frozenset({"w0"})
     assert question.is_counted and not question.is_blind
-    assert question.is_whole == (len(prompts) <= LOOKED_UP)
+    assert question.is_whole == (len(prompts) <= MAX_PROMPTS_LOOKED_UP)
     assert question.known_tokens == sum(map(len, looked_up))
 
 
@@ -96,12 +104,12 @@ def test_prompts_that_are_cut_are_left_to_the_engine() -> None:
 
 
 def test_long_prompts_of_a_list_are_looked_up_within_bounds() -> None:
-    item = b"[" + b",".join([b"12345"] * (LOOKED_UP_BYTES // 6 // 4)) + b"]"
+    item = b"[" + b",".join([b"12345"] * (MAX_BYTES_LOOKED_UP // 6 // 4)) + b"]"
     prompts = prompts_of(msgspec.Raw(b"[" + b",".join([item] * 20) + b"]"))
     assert isinstance(prompts, PromptList)
     # Four prompts fit into the bound, and the last one is always added.
     assert (prompts.num_prompts, len(prompts.prompts)) == (20, 5)
-    assert prompts.num_tokens == 20 * (LOOKED_UP_BYTES // 6 // 4) and prompts.counted
+    assert prompts.num_tokens == 20 * (MAX_BYTES_LOOKED_UP // 6 // 4) and prompts.counted
 
 
 @pytest.mark.parametrize(("item", "per_prompt"), [(b"[1,2]", 2), (b'"a"', 1)])

@@ -103,10 +103,10 @@ class Health:
         """Note that a record was read."""
         self._errors = 0
 
-    def wrote_well(self, grew: bool) -> None:
-        """Note that a record was written; `grew` says whether it took new space."""
+    def wrote_well(self, took_space: bool) -> None:
+        """Note that a record was written; `took_space` says whether it took new space."""
         self._errors = 0
-        if self.state is State.FULL and (grew or self._no_writes):
+        if self.state is State.FULL and (took_space or self._no_writes):
             self._recovered()
 
     def no_space(self, grows: bool, reason: str) -> None:

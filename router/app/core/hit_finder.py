@@ -30,7 +30,7 @@ TURN_S = 0.002
 
 # The most hits of a list's prompts that are added up one by one, which takes 1 ms. That is needed only where hits depend
 # on more than hashes; usually they are added up as arrays (`Matcher.match_list`).
-LIST_HITS = 1_024
+MAX_ADDED_HITS = 1_024
 
 WHOLE_PROMPT = "log-probabilities of the prompt are wanted, for which the engine computes all of it"
 
@@ -55,7 +55,7 @@ class HitFinder:
             mirror: The blocks of all workers.
             memory: Remembers the hashes of prompt segments.
             history: Remembers the prompts that were sent to workers without usable events.
-            adapters: Returns the LoRA adapters that each engine lists, by the engine's URL. Call `take_adapters` after a
+            adapters: Returns the LoRA adapters that each engine lists, by the engine's URL. Call `apply_adapters` after a
                 change.
             clock: Returns the current time in seconds.
         """
@@ -77,7 +77,7 @@ class HitFinder:
         """Forget the plans, so that the next question builds new ones."""
         self._plans.clear()
 
-    def take_adapters(self) -> None:
+    def apply_adapters(self) -> None:
         """Apply a change of the adapters that engines list.
 
         If an engine has loaded an adapter again from another path, forget the prompts by which hits of its workers are
@@ -188,7 +188,7 @@ class HitFinder:
                 return summed
         first_hits = self.hits(known[0])
         # Keep the last prompts, because an engine's report may be about the last one.
-        others = known[1:][-max(1, LIST_HITS // len(first_hits)) :]
+        others = known[1:][-max(1, MAX_ADDED_HITS // len(first_hits)) :]
         return sum_of([first_hits, *map(self.hits, others)], is_last_known=is_last_known)
 
     def _without_cache(self, question: Question, hit: Hit) -> Hit:

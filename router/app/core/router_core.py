@@ -296,7 +296,7 @@ class Core:
     def _on_engine_lists(self) -> None:
         self._names_known = False
         self._request_ranks = None
-        self.finder.take_adapters()
+        self.finder.apply_adapters()
         self._judge.judge()
         self._kinds_shown.set()
 

@@ -71,7 +71,7 @@ async def probe_endpoint(endpoint: str) -> EndpointAnswer:
         pass
     except (OSError, ValueError) as error:
         if writer is None:
-            return EndpointAnswer(_said(error))
+            return EndpointAnswer(_error_text(error))
     finally:
         if writer is not None:
             writer.transport.abort()
@@ -137,7 +137,7 @@ async def probe_engines(
                 if answer.status < HTTPStatus.INTERNAL_SERVER_ERROR and (date := answer.headers.get("date")):
                     ahead[url] = parsedate_to_datetime(date).timestamp() - wall_clock()
         except aiohttp.ClientConnectorError as error:
-            return _said(error.os_error)
+            return _error_text(error.os_error)
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
             # The port is not closed; the poller judges whether the engine lives.
             return ""
@@ -151,16 +151,16 @@ async def _each(names: Iterable[str], look: Callable[[str], Awaitable[T]]) -> di
     results: dict[str, T] = {}
     slots = asyncio.Semaphore(LOOKS_AT_ONCE)
 
-    async def one(name: str) -> None:
+    async def look_at(name: str) -> None:
         async with slots:
             results[name] = await look(name)
 
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DEADLINE_S):
-            await asyncio.gather(*map(one, set(names)))
+            await asyncio.gather(*map(look_at, set(names)))
     return results
 
 
-def _said(error: OSError | ValueError) -> str:
+def _error_text(error: OSError | ValueError) -> str:
     number = getattr(error, "errno", None)
     return os.strerror(number) if number and number > 0 else str(error) or type(error).__name__

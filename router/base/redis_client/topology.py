@@ -113,7 +113,7 @@ class SentinelPrimary(OneServer):
     def __init__(self, url: StoreUrl) -> None:
         super().__init__(url.address)
         self._service = url.service
-        self._asked = ", ".join(address_text(address) for address in url.sentinels)
+        self._sentinels = ", ".join(address_text(address) for address in url.sentinels)
         options = _asking(SENTINEL_TIMEOUT_S) | url.sentinel_options
         self._client = Sentinel(url.sentinels, sentinel_kwargs=options)  # type: ignore[no-untyped-call]
 
@@ -123,7 +123,7 @@ class SentinelPrimary(OneServer):
             self.addresses = (await self._client.discover_master(self._service),)
         except RedisError:
             raise StoreUnavailable(
-                f"no Sentinel of {self._asked} names a primary of {self._service!r}: not reached, not logged in "
+                f"no Sentinel of {self._sentinels} names a primary of {self._service!r}: not reached, not logged in "
                 "(sentinel_password), no such service, or none elected yet"
             ) from None
 

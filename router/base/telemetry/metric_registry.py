@@ -61,10 +61,10 @@ class MetricRegistry(CollectorRegistry):
         self._worker_labels: dict[WorkerKey, WorkerLabels] = {}
         # Each metric of workers, with the values of its further labels: the series that end with a worker.
         self._of_workers: list[tuple[Counter | Gauge | Histogram, list[tuple[str, ...]]]] = []
-        self._kept: list[dict[WorkerKey, Any]] = []
+        self._children_by_worker: list[dict[WorkerKey, Any]] = []
         # Each metric that has a model's label but no worker's, with the values of its further labels.
         self._of_models: list[tuple[Counter | Gauge | Histogram, list[tuple[str, ...]]]] = []
-        self._kept_of_models: list[dict[str, Any]] = []
+        self._children_by_model: list[dict[str, Any]] = []
         self._models: dict[str, str] = {}
         self.internal_errors = self.counter("internal_errors_total", "Unhandled exceptions: each is a bug", "where")
         self.task_failures = self.counter(
@@ -112,14 +112,14 @@ class MetricRegistry(CollectorRegistry):
         A child is kept as long as the worker's series, because finding one costs more than counting.
         """
         # A worker that shares `other` gets its own labels when another worker leaves.
-        return _kept_children(self._kept, self.worker_labels, OTHER, make)
+        return _kept_children(self._children_by_worker, self.worker_labels, OTHER, make)
 
     def per_model(self, make: Callable[[str], Child]) -> PerModel[Child]:
         """Return a function from a model to its child, made with `make` from the model's label.
 
         A child is kept until the model's last worker leaves.
         """
-        return _kept_children(self._kept_of_models, lambda model: (self._model_label(model),), (OTHER_WORKER,), make)
+        return _kept_children(self._children_by_model, lambda model: (self._model_label(model),), (OTHER_WORKER,), make)
 
     def model_counters(self, name: str, text: str, **label: Iterable[str]) -> PerModel[dict[str, CounterSeries]]:
         """Make a counter of models with one series for each value of a label; all show from a model's first use."""
@@ -189,7 +189,7 @@ class MetricRegistry(CollectorRegistry):
 
     def forget_worker(self, worker: WorkerKey) -> None:
         """Drop the series of an unregistered worker, unless another worker shares its labels."""
-        for children in self._kept:
+        for children in self._children_by_worker:
             children.pop(worker, None)
         labels = self._worker_labels.pop(worker, None)
         if labels is None:
@@ -200,7 +200,7 @@ class MetricRegistry(CollectorRegistry):
             self._forget_model(worker.model)
 
     def _forget_model(self, model: str) -> None:
-        for children in self._kept_of_models:
+        for children in self._children_by_model:
             children.pop(model, None)
         label = self._models.pop(model, None)
         if label is not None and label not in self._models.values():

@@ -54,8 +54,8 @@ def candidate_of(listed: ListedWorker, source: str) -> Candidate:
     return Candidate(msgspec.structs.replace(registration, source=source), any_rank=listed.any_rank)
 
 
-def completed(candidate: Candidate, told: EngineAnswers, known: Sequence[Registration]) -> list[Registration]:
-    """Return the workers that the candidate stands for, completed by `told`, the answers of its engine.
+def completed(candidate: Candidate, answers: EngineAnswers, known: Sequence[Registration]) -> list[Registration]:
+    """Return the workers that the candidate stands for, completed by `answers`, the answers of its engine.
 
     The list is empty while the candidate's model is not known.
 
@@ -66,15 +66,15 @@ def completed(candidate: Candidate, told: EngineAnswers, known: Sequence[Registr
     known = [other for other in known if other.url == registration.url]
     model = registration.worker.model
     if candidate.asks_model:
-        model = told.model or (known[0].worker.model if known else "")
+        model = answers.model or (known[0].worker.model if known else "")
         if not model:
             return []
         registration = _as_worker(registration, model, registration.worker.dp_rank)
-    if registration.engine is None and told.engine is not None:
-        registration = msgspec.structs.replace(registration, engine=told.engine)
+    if registration.engine is None and answers.engine is not None:
+        registration = msgspec.structs.replace(registration, engine=answers.engine)
     if not candidate.asks_events:
         return [registration]
-    if told.streams is None:
+    if answers.streams is None:
         with_events = [other for other in known if other.events is not None and other.worker.model == model]
         if not candidate.any_rank:
             with_events = [other for other in with_events if other.worker.dp_rank == registration.worker.dp_rank]
@@ -89,16 +89,16 @@ def completed(candidate: Candidate, told: EngineAnswers, known: Sequence[Registr
                 )
                 for other in with_events
             ]
-        return [_noted(registration, told.problem)]
-    streams = told.streams
+        return [_noted(registration, answers.problem)]
+    streams = answers.streams
     if not streams:
-        if candidate.fallback is not None and told.silent:
+        if candidate.fallback is not None and answers.silent:
             return [
                 msgspec.structs.replace(
                     registration, events=candidate.fallback.events, replay=candidate.fallback.replay
                 )
             ]
-        return [_noted(registration, told.problem)]
+        return [_noted(registration, answers.problem)]
     if len(streams) == 1:
         # There is one core behind this address, whatever rank it has among its peers. Requests to it name no rank, or
         # the rank that the source gave.

@@ -56,7 +56,7 @@ QUERIED = Waiting("its engine is being queried", "wait some seconds and look aga
 ABOUT_TO_BE = Waiting("it is about to be", "wait some seconds and look again")
 
 
-class _Kept:
+class _SourceState:
     """The state that this process keeps for one source."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class _Kept:
         # The workers that are not registered yet: their model is unknown, or the fleet refuses them.
         self.waiting: dict[Name, Waiting] = {}
         # The source's problem that was logged last.
-        self.told_problem = ""
+        self.logged_problem = ""
 
 
 class Discovery:
@@ -113,7 +113,7 @@ class Discovery:
         self._supervisor = supervisor or TaskSupervisor(clock=clock, rng=rng)
         self._news = asyncio.Event()
         self._asker = EngineProber(session, engine_key, clock=clock, rng=rng, changed=self._news.set)
-        self._kept = {source.name: _Kept() for source in sources}
+        self._source_states = {source.name: _SourceState() for source in sources}
         self._tasks: list[asyncio.Task[None]] = []
         self._claims: Claims | None = None
         self._claimed_s = 0.0
@@ -178,17 +178,17 @@ class Discovery:
         for name, (registrations, only_known) in shown.items():
             await self._reconcile(name, registrations, only_known)
         for source in self._sources:
-            self._metrics.contested.labels(source.name).set(len(self._kept[source.name].contested))
-            self._metrics.waiting.labels(source.name).set(len(self._kept[source.name].waiting))
+            self._metrics.contested.labels(source.name).set(len(self._source_states[source.name].contested))
+            self._metrics.waiting.labels(source.name).set(len(self._source_states[source.name].waiting))
 
     def _report(self, source: Source) -> None:
         """Update the metrics of the source, and log a change of its problem."""
-        kept = self._kept[source.name]
+        source_state = self._source_states[source.name]
         up = source.shown is not None and not source.problem
         self._metrics.up.labels(source.name).set(up)
         self._metrics.workers.labels(source.name).set(len(source.shown or ()))
-        if source.problem != kept.told_problem:
-            kept.told_problem = source.problem
+        if source.problem != source_state.logged_problem:
+            source_state.logged_problem = source.problem
             if source.problem:
                 log.warning("source lost", extra={"source": source.name, "reason": source.problem})
             else:
@@ -216,8 +216,8 @@ class Discovery:
         Returns:
             The registrations, and the names of the registrations that count only if they exist already.
         """
-        kept = self._kept[source]
-        kept.waiting = {}
+        source_state = self._source_states[source]
+        source_state.waiting = {}
         known: dict[str, list[Registration]] = {}
         for registered in self._registrations():
             if registered.source == source:
@@ -230,20 +230,20 @@ class Discovery:
             problem = self._allowed.registration_problem(registration)
             if candidate.problem or problem:
                 fix = _correct(source) if candidate.problem else ALLOW
-                kept.waiting[name_of(registration)] = Waiting(candidate.problem or problem or "", fix)
+                source_state.waiting[name_of(registration)] = Waiting(candidate.problem or problem or "", fix)
                 registrations += ours if candidate.problem else ()
                 continue
             answers: EngineAnswers | None = EngineAnswers()
             if registration.url is not None and (candidate.asks_model or candidate.asks_events):
-                answers = self._asker.told(registration.url)
+                answers = self._asker.answers_of(registration.url)
             if answers is None and not ours:
                 # The engine's first query is still in progress.
-                kept.waiting[name_of(registration)] = QUERIED
+                source_state.waiting[name_of(registration)] = QUERIED
                 continue
             answers = answers or EngineAnswers()
             workers = completed(candidate, answers, ours)
             if not workers:
-                kept.waiting[name_of(registration)] = Waiting(answers.problem, _correct(source, answers.fix))
+                source_state.waiting[name_of(registration)] = Waiting(answers.problem, _correct(source, answers.fix))
             registrations += workers
             if candidate.only_known:
                 only_known.update(map(name_of, workers))
@@ -284,7 +284,7 @@ class Discovery:
         ids = {worker_id for worker_id, _ in names}
         workers = []
         for source in self._sources:
-            waiting = self._kept[source.name].waiting
+            waiting = self._source_states[source.name].waiting
             for candidate in source.shown or ():
                 name = name_of(candidate.registration)
                 registered = name[0] in ids if candidate.any_rank else name in names
@@ -305,20 +305,20 @@ class Discovery:
 
     async def _reconcile(self, source: str, shown: list[Registration], only_known: set[Name]) -> None:
         """Register and withdraw workers of one source as `plan` decides."""
-        kept = self._kept[source]
+        source_state = self._source_states[source]
 
         def planned(claimed: frozenset[Name]) -> ReconcilePlan:
             registered = self._registrations()
-            return plan(source, shown, only_known, registered, asserted=kept.asserted, claimed=claimed)
+            return plan(source, shown, only_known, registered, asserted=source_state.asserted, claimed=claimed)
 
         reconcile_plan = planned(frozenset())
         if reconcile_plan.disputes:
             reconcile_plan = planned(await self._fleet.peers.claimed(source))
         for name, why in reconcile_plan.contested.items():
-            if kept.contested.get(name) != why:
+            if source_state.contested.get(name) != why:
                 log.warning("worker contested", extra={"source": source, "worker": name, "reason": why})
                 self._metrics.conflicts.labels(source).inc()
-        kept.contested = reconcile_plan.contested
+        source_state.contested = reconcile_plan.contested
         for worker in reconcile_plan.withdraw:
             if await self._fleet.withdraw(worker, source):
                 self._metrics.changes.labels(source, "withdrawn").inc()
@@ -326,15 +326,15 @@ class Discovery:
         for registration in reconcile_plan.register:
             try:
                 await self._fleet.register(registration)
-                kept.asserted[name_of(registration)] = registration
+                source_state.asserted[name_of(registration)] = registration
                 self._metrics.changes.labels(source, "registered").inc()
             except RouterError as error:
                 fix = MORE_WORKERS if error.code == TOO_MANY_WORKERS else _correct(source)
-                kept.waiting[name_of(registration)] = Waiting(error.message, fix)
-        kept.asserted |= {name_of(registration): registration for registration in reconcile_plan.agreed}
+                source_state.waiting[name_of(registration)] = Waiting(error.message, fix)
+        source_state.asserted |= {name_of(registration): registration for registration in reconcile_plan.agreed}
         names = set(map(name_of, shown))
-        for name in kept.asserted.keys() - names:
-            del kept.asserted[name]
+        for name in source_state.asserted.keys() - names:
+            del source_state.asserted[name]
 
     def down(self) -> list[tuple[str, str]]:
         """Return the names and problems of the sources that cannot be read."""
@@ -352,16 +352,16 @@ class Discovery:
         return [
             (source.name, name, why)
             for source in self._sources
-            for name, why in sorted(self._kept[source.name].contested.items())
+            for name, why in sorted(self._source_states[source.name].contested.items())
         ]
 
     def health(self) -> list[str]:
         """Return the problems of the sources and their workers, at most NAMED workers for each kind of problem."""
         problems = [problem for _, problem in self.down()]
         for source in self._sources:
-            kept = self._kept[source.name]
-            waiting = {name: waiting.reason for name, waiting in kept.waiting.items()}
-            for what, named in (("is contested", kept.contested), ("is not registered", waiting)):
+            source_state = self._source_states[source.name]
+            waiting = {name: waiting.reason for name, waiting in source_state.waiting.items()}
+            for what, named in (("is contested", source_state.contested), ("is not registered", waiting)):
                 some = sorted(named.items())
                 problems += [
                     f"worker {printable(worker_id)} (rank {rank}) of {source.name} {what}: {why}"

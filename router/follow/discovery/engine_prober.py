@@ -117,12 +117,12 @@ class EngineProber:
         self._due_s: dict[str, float] = {}
         self._more = asyncio.Event()
         self._slots = asyncio.Semaphore(ENGINES_AT_ONCE)
-        self._told: dict[str, EngineAnswers] = {}
+        self._answers: dict[str, EngineAnswers] = {}
 
     def want(self, wanted: Mapping[str, ProbeRequest]) -> None:
         """Replace the facts to query for, by the engine's URL; new or changed queries are due at once."""
         for url in self._wanted.keys() - wanted.keys():
-            self._told.pop(url, None)
+            self._answers.pop(url, None)
             self._due_s.pop(url, None)
         for url, request in wanted.items():
             if self._wanted.get(url) != request:
@@ -130,9 +130,9 @@ class EngineProber:
                 self._more.set()
         self._wanted = dict(wanted)
 
-    def told(self, url: str) -> EngineAnswers | None:
+    def answers_of(self, url: str) -> EngineAnswers | None:
         """Return the engine's last answers, or None before its first query has ended."""
-        return self._told.get(url)
+        return self._answers.get(url)
 
     async def run(self) -> None:
         """Query the engines whenever they are due, until cancelled."""
@@ -151,28 +151,28 @@ class EngineProber:
     async def ask(self, url: str, what: ProbeRequest) -> EngineAnswers:
         """Query an engine once, outside the schedule, and return its answers."""
         async with self._slots:
-            return await self._asked(url, what, EngineAnswers())
+            return await self._query(url, what, EngineAnswers())
 
     async def _ask(self, url: str) -> None:
         """Query an engine, schedule its next query, and report changed answers."""
-        request, before = self._wanted.get(url), self._told.get(url)
+        request, before = self._wanted.get(url), self._answers.get(url)
         if request is None:
             return
         async with self._slots:
-            answers = await self._asked(url, request, before or EngineAnswers())
+            answers = await self._query(url, request, before or EngineAnswers())
         if url not in self._wanted:
             return
         is_whole = not ((request.model and answers.model is None) or (request.streams and answers.streams is None))
         pause_s = (self._again_s if is_whole else self._retry_s) * self._rng.uniform(1 - JITTER, 1 + JITTER)
         self._due_s[url] = self._clock() + pause_s
         if answers != before:
-            self._told[url] = answers
+            self._answers[url] = answers
             level = logging.WARNING if answers.problem else logging.INFO
             message = "engine described itself in part or not at all" if answers.problem else "engine described itself"
             log.log(level, message, extra={"url": url, "model": answers.model, "problem": answers.problem})
             self._changed()
 
-    async def _asked(self, url: str, request: ProbeRequest, before: EngineAnswers) -> EngineAnswers:
+    async def _query(self, url: str, request: ProbeRequest, before: EngineAnswers) -> EngineAnswers:
         """Query the engine and return its current answers; keep those of `before` while it does not answer.
 
         Failures are returned as problems, not raised.

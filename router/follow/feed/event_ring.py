@@ -33,7 +33,7 @@ class EventRing:
             max_bytes: The most memory that the kept events take, estimated as EVENT_BYTES and the hashes of each.
         """
         self._max_bytes = max_bytes
-        self._kept: deque[NumberedEvent] = deque()
+        self._events: deque[NumberedEvent] = deque()
         self._bytes = 0
         # The number of the newest event, 0 if there was none.
         self.number = 0
@@ -42,10 +42,10 @@ class EventRing:
         """Keep the event under the next number, dropping the oldest ones for lack of room, and return it numbered."""
         self.number += 1
         added = NumberedEvent(self.number, event, hashes)
-        self._kept.append(added)
+        self._events.append(added)
         self._bytes += _size(added)
         while self._bytes > self._max_bytes:
-            self._bytes -= _size(self._kept.popleft())
+            self._bytes -= _size(self._events.popleft())
         return added
 
     def since(self, number: int) -> tuple[list[NumberedEvent], int]:
@@ -55,11 +55,11 @@ class EventRing:
         """
         if not 0 <= number <= self.number:
             raise ValueError(f"event {number} is not one of the {self.number} so far")
-        first = self.number - len(self._kept) + 1
+        first = self.number - len(self._events) + 1
         missed = max(0, first - number - 1)
         left = self.number - number - missed
         # Index from the end, because a client that reconnects has missed few events.
-        return [self._kept[len(self._kept) - left + i] for i in range(left)], missed
+        return [self._events[len(self._events) - left + i] for i in range(left)], missed
 
 
 def _size(numbered: NumberedEvent) -> int:

@@ -43,21 +43,21 @@ class NumberedEvent(msgspec.Struct, frozen=True, eq=False):
 _encode = msgspec.json.Encoder().encode
 
 
-def sse(one: NumberedEvent, life: str, *, with_hashes: bool) -> bytes:
+def sse(numbered: NumberedEvent, life: str, *, with_hashes: bool) -> bytes:
     """Return the event in the format of Server-Sent Events (HTML standard, 9.2).
 
     Args:
-        one: The event.
+        numbered: The event.
         life: The life of the feed, which is part of the event's id.
         with_hashes: Whether to include the block hashes.
     """
-    data = _json(one.event)
-    if with_hashes and one.hashes is not None:
+    data = _json(numbered.event)
+    if with_hashes and numbered.hashes is not None:
         # Hex, as /query_by_hash takes block hashes. `bytes.hex` runs in C, which matters because a worker that is
         # loaded has some hundred thousand.
-        hexes = one.hashes.astype(">u8").tobytes().hex(",", 8).replace(",", '","')
+        hexes = numbered.hashes.astype(">u8").tobytes().hex(",", 8).replace(",", '","')
         data = b'%b,"block_hashes":["%b"]}' % (data[:-1], hexes.encode())
-    return b"id: %b\nevent: %b\ndata: %b\n\n" % (event_id(life, one.number), one.event.type.encode(), data)
+    return b"id: %b\nevent: %b\ndata: %b\n\n" % (event_id(life, numbered.number), numbered.event.type.encode(), data)
 
 
 def _json(event: FleetEvent) -> bytes:

@@ -118,10 +118,10 @@ class WorkerRegistry:
         for subscriber in self._views:
             subscriber(worker, view)
 
-    def take_engine_load(self, worker: WorkerKey, said: EngineLoad) -> None:
+    def take_engine_load(self, worker: WorkerKey, load: EngineLoad) -> None:
         """Pass on a load report of a worker's engine."""
         for subscriber in self._loads:
-            subscriber(worker, said)
+            subscriber(worker, load)
 
     def registrations(self) -> Sequence[Registration]:
         """Return all registrations, as the same object until one of them changes."""

@@ -18,7 +18,7 @@ class ClearWatch:
         # Each time with the count at that time.
         self._grown: deque[tuple[float, int]] = deque(maxlen=MOST_CLEARS)
 
-    def grew(self, clears: int, now_s: float) -> None:
+    def record(self, clears: int, now_s: float) -> None:
         """Record that the worker's count of clears has grown. A jump of the count, as after a takeover, is one entry."""
         self._grown.append((now_s, clears))
 

@@ -199,7 +199,7 @@ class WorkerRecord:
         """Bring the mirror and the view up to date with all knowledge, in one step of the event loop."""
         if (incidents := self.incidents) != (before := self.events.incidents):
             if before is not None and incidents.clears > before.clears:
-                self.clears.grew(incidents.clears, self._services.clock())
+                self.clears.record(incidents.clears, self._services.clock())
             self.events.happened(incidents, self._word().reason)
         self._draw()
         word, old = self._word(), self.view

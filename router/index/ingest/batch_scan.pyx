@@ -403,29 +403,29 @@ cdef class Scan:
 
 
 def scan(bytes payload not None, dict shapes not None, object read):
-    cdef Scan one = Scan()
+    cdef Scan state = Scan()
     cdef size_t fields, count
     cdef uint64_t rank_value
-    one.reader.at = <const uint8_t *>PyBytes_AS_STRING(payload)
-    one.reader.end = one.reader.at + len(payload)
-    if not read_array(&one.reader, &fields) or not 2 <= fields <= 3:
+    state.reader.at = <const uint8_t *>PyBytes_AS_STRING(payload)
+    state.reader.end = state.reader.at + len(payload)
+    if not read_array(&state.reader, &fields) or not 2 <= fields <= 3:
         return None
-    if left(&one.reader) < 9 or one.reader.at[0] != 0xCB:
+    if left(&state.reader) < 9 or state.reader.at[0] != 0xCB:
         return None
-    one.reader.at += 9
-    if not read_array(&one.reader, &count):
+    state.reader.at += 9
+    if not read_array(&state.reader, &count):
         return None
-    runs = one.read(payload, count, shapes, read)
+    runs = state.read(payload, count, shapes, read)
     if runs is None:
         return None
     rank = None
     if fields == 3:
-        if left(&one.reader) == 1 and one.reader.at[0] == 0xC0:
-            one.reader.at += 1
-        elif left(&one.reader) >= 1 and (one.reader.at[0] < 0x80 or 0xCC <= one.reader.at[0] <= 0xCE):
-            if not read_integer(&one.reader, &rank_value):
+        if left(&state.reader) == 1 and state.reader.at[0] == 0xC0:
+            state.reader.at += 1
+        elif left(&state.reader) >= 1 and (state.reader.at[0] < 0x80 or 0xCC <= state.reader.at[0] <= 0xCE):
+            if not read_integer(&state.reader, &rank_value):
                 return None
             rank = rank_value
         else:
             return None
-    return (rank, runs) if one.reader.at == one.reader.end else None
+    return (rank, runs) if state.reader.at == state.reader.end else None

@@ -11,7 +11,7 @@ cdef int64_t _MOST
 cdef class CopyTable:
     cdef OrderedSlots held, counted
     cdef int64_t zeros
-    cdef readonly int64_t several, absent
+    cdef readonly int64_t multiple, absent
 
     @cython.locals(start=int64_t, end=int64_t, h=int64_t)
     cdef void count_up(self, const uint64_t[::1] hashes, uint64_t[::1] keys, uint16_t[::1] now) except *

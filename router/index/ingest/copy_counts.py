@@ -40,7 +40,7 @@ class CopyTable:
         # The copies of the block whose key is 0, for which `held` can have no entry.
         self.zeros = 0
         # In the last call: the hashes with two copies or more, after an addition or before a removal.
-        self.several = 0
+        self.multiple = 0
         # In the last removal: the hashes that had no copy to remove.
         self.absent = 0
 
@@ -99,7 +99,7 @@ class CopyTable:
             keys: Receives the key of each hash.
             now: Receives the new count of each hash.
         """
-        self.several = 0
+        self.multiple = 0
         spread(hashes, keys)
         for start in range(0, keys.shape[0], TOUCHED_LINES):
             end = min(start + TOUCHED_LINES, keys.shape[0])
@@ -107,7 +107,7 @@ class CopyTable:
             for h in range(start, end):
                 now[h] = self.add_one(keys[h])
                 if now[h] >= 2:
-                    self.several += 1
+                    self.multiple += 1
 
     def count_down(self, hashes: U64, keys: U64, was: U16) -> None:
         """Remove one copy of each hash and write the old counts.
@@ -117,7 +117,7 @@ class CopyTable:
             keys: Receives the key of each hash.
             was: Receives the old count of each hash.
         """
-        self.several = self.absent = 0
+        self.multiple = self.absent = 0
         spread(hashes, keys)
         for start in range(0, keys.shape[0], TOUCHED_LINES):
             end = min(start + TOUCHED_LINES, keys.shape[0])
@@ -127,7 +127,7 @@ class CopyTable:
                 if was[h] == 0:
                     self.absent += 1
                 elif was[h] >= 2:
-                    self.several += 1
+                    self.multiple += 1
 
     def count_set(self, hashes: U64, keys: U64, counts: U16) -> None:
         """Set the count of each hash; a count of 0 is skipped.

@@ -132,7 +132,7 @@ class Residency:
         counts = held.table.add_copies(hashes)
         held.copies += len(hashes)
         arrived = hashes
-        if held.table.several:
+        if held.table.multiple:
             self._note(place, hashes, counts, counts >= 2, 0)
             arrived = hashes[counts == 1]
         held.digest = (held.digest + _sum(arrived)) & MASK_64
@@ -147,7 +147,7 @@ class Residency:
         counts = held.table.remove_copies(hashes)
         held.copies -= len(hashes) - held.table.absent
         left = hashes
-        if held.table.several or held.table.absent:
+        if held.table.multiple or held.table.absent:
             self._note(place, hashes, counts, counts >= 2, 1)
             left = hashes[counts == 1]
         held.digest = (held.digest - _sum(left)) & MASK_64
@@ -183,10 +183,10 @@ class Residency:
             pending.arrived(np.setdiff1d(after, before, assume_unique=True))
             for block_hash in held.table.multiples().tolist():
                 self._multiple[place, block_hash] = 0
-            kept = {h: min(n, MAX_COPIES) for h, n in copied.items() if n > 1 and _has(after, h)}
+            copies = {h: min(n, MAX_COPIES) for h, n in copied.items() if n > 1 and _has(after, h)}
             held = self._held[place] = _Held()
-            held.take(after, kept)
-            for block_hash, count in kept.items():
+            held.take(after, copies)
+            for block_hash, count in copies.items():
                 self._multiple[place, block_hash] = count
 
     def load(self, place: Place, hashes: Hashes, copied: Mapping[int, int]) -> None:

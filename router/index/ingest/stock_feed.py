@@ -282,7 +282,7 @@ class StockFeed:
                     if len(event.roots) and self._learner.wants_roots:
                         self._learner.roots(shape, event.roots.tolist())
                     if len(event.hashes) > event.count:
-                        self._learner.several(shape)
+                        self._learner.learn_whole_size(shape)
                 self._count(shape, event.hashes, runs)
             else:
                 count += 1
@@ -348,7 +348,7 @@ class StockFeed:
             learner.stored(event, shows_tier=self._profile.engine.tiers_shown)
             self.known_shapes.add(shape)
         if len(event.block_hashes) > 1:
-            learner.several(event)
+            learner.learn_whole_size(event)
         if event.medium == "GPU" and learner.wants_parents:
             learner.parent(event)
         if event.parent_block_hash is None and learner.wants_roots:

@@ -235,19 +235,19 @@ def unlink_all(worker: WorkerKey, head: Head) -> bytes:
 
 def copies_commands(commit: Commit) -> Iterable[bytes]:
     """Yield the commands that write the commit's numbers of copies."""
-    kept: list[bytes] = []
-    dropped: list[bytes] = []
+    kept_fields: list[bytes] = []
+    dropped_fields: list[bytes] = []
     for place, block_hash, count in commit.copies:
         field = keys.copies_field(place, block_hash)
         if count >= 2:
-            kept += (field, copies_value(field, count))
+            kept_fields += (field, copies_value(field, count))
         else:
-            dropped.append(field)
+            dropped_fields.append(field)
     key = keys.copies(commit.worker, commit.epoch)
-    if kept:
-        yield command("HSET", key, *kept)
-    if dropped:
-        yield command("HDEL", key, *dropped)
+    if kept_fields:
+        yield command("HSET", key, *kept_fields)
+    if dropped_fields:
+        yield command("HDEL", key, *dropped_fields)
 
 
 def copies_value(field: bytes, count: int) -> bytes:

@@ -103,8 +103,8 @@ class Transactions:
         if keys.meta(worker) in foreign:
             await self.unlink_epochs(connection, worker, None)
 
-    async def unlink_epochs(self, connection: Connection, worker: WorkerKey, kept: str | None) -> None:
-        """Unlink the keys of all epochs of the worker but `kept`.
+    async def unlink_epochs(self, connection: Connection, worker: WorkerKey, kept_epoch: str | None) -> None:
+        """Unlink the keys of all epochs of the worker but `kept_epoch`.
 
         This looks at the names of all keys of the server, ten for each worker. Use it only if `meta` does not show the
         names.
@@ -113,7 +113,7 @@ class Transactions:
         while True:
             order = command("SCAN", cursor, "MATCH", keys.of_epochs(worker), "COUNT", SCAN_KEYS)
             ((cursor, names),) = await connection.run(order, 1)
-            beginning = None if kept is None else keys.copies(worker, kept).removesuffix("copies").encode()
+            beginning = None if kept_epoch is None else keys.copies(worker, kept_epoch).removesuffix("copies").encode()
             gone = [key for key in names if beginning is None or not key.startswith(beginning)]
             if gone:
                 await connection.run(command("UNLINK", *gone), 1)

@@ -190,7 +190,7 @@ class CatalogLearner:
         else:
             seen.single_stores.add(int(event.block_hashes[0]))
 
-    def several(self, event: BlockStored) -> None:
+    def learn_whole_size(self, event: BlockStored) -> None:
         """Learn the size of whole blocks from the form of a store that announced several blocks. Call it after `stored`.
 
         Source: vLLM 0.32.0 v1/core/block_pool.py: cache_partial_block announces one entry per event.

@@ -89,12 +89,12 @@ def bank_mask(places: dict[Place, int], place: Place) -> BankMask:
     return BankMask(0, 0) if index is None else BankMask(index // BANK_BITS, 1 << (index % BANK_BITS))
 
 
-def either_mask(places: dict[Place, int], one: Place, other: Place) -> BankMask:
+def either_mask(places: dict[Place, int], first_place: Place, second_place: Place) -> BankMask:
     """Return the bits of two places, either of which makes a block resident.
 
     If the places are in different banks, only the first one counts, which can only lower the hit.
     """
-    first, second = bank_mask(places, one), bank_mask(places, other)
+    first, second = bank_mask(places, first_place), bank_mask(places, second_place)
     if first.mask == 0:
         return second
     return BankMask(first.bank, first.mask | second.mask) if first.bank == second.bank else first

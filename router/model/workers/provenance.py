@@ -162,9 +162,9 @@ def own_streams(registration: Registration, sources: Mapping[str, Mapping[int, S
     return [streams[own_rank] for own_rank in own_ranks]
 
 
-def same_endpoint(one: str | None, other: str | None) -> bool:
+def same_endpoint(first: str | None, second: str | None) -> bool:
     """Return whether two addresses are the same as far as their texts show; `localhost` equals 127.0.0.1."""
-    return one == other or (one is not None and other is not None and _plain(one) == _plain(other))
+    return first == second or (first is not None and second is not None and _plain(first) == _plain(second))
 
 
 def registered_twice(registrations: Iterable[Registration]) -> list[list[WorkerKey]]:

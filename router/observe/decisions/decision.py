@@ -85,14 +85,14 @@ def decision_of(selection_id: str, time_s: float, request: PlacementRequest, cho
         else request.pinned
         if isinstance(request.pinned, str)
         else request.pinned.worker_id,
-        _kept(choice),
-        None if choice.prefill is None else _kept(choice.prefill),
+        _kept_choice(choice),
+        None if choice.prefill is None else _kept_choice(choice.prefill),
         question.num_prompts,
         request.answers,
     )
 
 
-def _kept(choice: Choice) -> KeptChoice:
+def _kept_choice(choice: Choice) -> KeptChoice:
     comparison = choice.comparison
     assert comparison is not None
     hits, costs, pending = comparison.hits, comparison.costs, comparison.pending

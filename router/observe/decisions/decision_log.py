@@ -52,9 +52,9 @@ class DecisionFilter(msgspec.Struct, frozen=True):
     model: str | None = None
     only: Wanted | None = None
 
-    def wants(self, kept: KeptDecision) -> bool:
+    def wants(self, kept_decision: KeptDecision) -> bool:
         """Return whether the decision meets all criteria."""
-        worker, outcome = kept.worker, kept.outcome
+        worker, outcome = kept_decision.worker, kept_decision.outcome
         if self.worker is not None and self.worker not in (worker.worker_id, worker.route_name):
             return False
         if self.model is not None and self.model != worker.model:
@@ -63,7 +63,7 @@ class DecisionFilter(msgspec.Struct, frozen=True):
             case None:
                 return True
             case Wanted.LOST:
-                return kept.is_lost
+                return kept_decision.is_lost
             case Wanted.FAILED:
                 return outcome is not None and outcome.failed
             case Wanted.WRONG:
@@ -124,7 +124,7 @@ class DecisionLog:
         self._max_bytes = max_bytes
         self._feed = feed
         self._clock = clock
-        self._kept: OrderedDict[str, KeptDecision] = OrderedDict()
+        self._kept_decisions: OrderedDict[str, KeptDecision] = OrderedDict()
         # The selections of each request, the last attempt last.
         self._of_request: dict[str, list[str]] = {}
         self._bytes = 0
@@ -133,13 +133,13 @@ class DecisionLog:
         # A token bucket: the time at which it will be full again.
         self._full_at_s = clock()
         self._skipped = 0
-        metrics.decisions_kept.set_function(lambda: self.kept)
+        metrics.decisions_kept.set_function(lambda: self.num_kept)
         metrics.decisions_bytes.set_function(lambda: self._bytes)
 
     @property
-    def kept(self) -> int:
+    def num_kept(self) -> int:
         """The number of kept decisions."""
-        return len(self._kept)
+        return len(self._kept_decisions)
 
     def record(self, selection_id: str, request: PlacementRequest, choice: Choice) -> None:
         """Record the decision to send a request to a worker. `choice` must have its comparison."""
@@ -210,13 +210,13 @@ class DecisionLog:
 
     def _keep(self, selection_id: str, kept_decision: KeptDecision) -> None:
         self._drop(selection_id)
-        self._kept[selection_id] = kept_decision
+        self._kept_decisions[selection_id] = kept_decision
         self._bytes += len(kept_decision.data) + ENTRY_BYTES
-        while len(self._kept) > self._max_kept or self._bytes > self._max_bytes:
-            self._drop(next(iter(self._kept)))
+        while len(self._kept_decisions) > self._max_kept or self._bytes > self._max_bytes:
+            self._drop(next(iter(self._kept_decisions)))
 
     def _drop(self, selection_id: str) -> None:
-        kept_decision = self._kept.pop(selection_id, None)
+        kept_decision = self._kept_decisions.pop(selection_id, None)
         if kept_decision is None:
             return
         self._bytes -= len(kept_decision.data) + ENTRY_BYTES
@@ -228,7 +228,7 @@ class DecisionLog:
 
     def name(self, selection_id: str, request_id: str) -> None:
         """Record the id of the request for which the decision was made."""
-        kept_decision = self._kept.get(selection_id)
+        kept_decision = self._kept_decisions.get(selection_id)
         if kept_decision is None or kept_decision.request_id or not 0 < len(request_id) <= MAX_ID_CHARS:
             return
         kept_decision.request_id = request_id
@@ -239,7 +239,7 @@ class DecisionLog:
 
     def end(self, selection_id: str, outcome: Outcome) -> None:
         """Record the outcome of the decision's request. A later outcome of the same decision replaces it."""
-        kept_decision = self._kept.get(selection_id)
+        kept_decision = self._kept_decisions.get(selection_id)
         if kept_decision is None:
             return
         former, kept_decision.outcome = kept_decision.outcome, outcome
@@ -252,17 +252,17 @@ class DecisionLog:
 
         For a request's id, the decision is that of the last attempt. Returns None if there is none.
         """
-        kept_decision = self._kept.get(name)
+        kept_decision = self._kept_decisions.get(name)
         if kept_decision is not None:
             return kept_decision, []
         attempts = self._of_request.get(name)
-        return None if attempts is None else (self._kept[attempts[-1]], attempts[:-1])
+        return None if attempts is None else (self._kept_decisions[attempts[-1]], attempts[:-1])
 
     def last(self, most: int, wanted: DecisionFilter = EVERY) -> tuple[list[KeptDecision], int]:
         """Return up to `most` of the wanted decisions, the newest first, and how many were examined to find them."""
         found_decisions: list[KeptDecision] = []
         searched = 0
-        for kept_decision in islice(reversed(self._kept.values()), MAX_SEARCHED):
+        for kept_decision in islice(reversed(self._kept_decisions.values()), MAX_SEARCHED):
             if len(found_decisions) == most:
                 break
             searched += 1

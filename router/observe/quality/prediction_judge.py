@@ -185,16 +185,16 @@ class PredictionJudge:
         less = _less(self._alone)
         if len(self._alone) >= ALONE_MIN and len(less) > HALF * len(self._alone):
             return (
-                f"predictions do not come true: {_told(self._alone, less)} of requests that were alone there; check its hash seed "
-                "(PYTHONHASHSEED), --prefix-caching-hash-algo, and that its events come from this engine"
+                f"predictions do not come true: {_shortfall(self._alone, less)} of requests that were alone there; check its "
+                "hash seed (PYTHONHASHSEED), --prefix-caching-hash-algo, and that its events come from this engine"
             )
         less = _less(self._all)
         if len(self._all) >= BUSY_MIN and len(less) > HALF * len(self._all):
             predicted, delivered = _sums(self._all)
             if predicted - delivered > BUSY_LOST_SHARE * predicted:
                 return (
-                    f"predictions do not come true: {_told(self._all, less)}; what was predicted is evicted before it is used "
-                    "(too small a cache for its load, or events that come late), or was never there"
+                    f"predictions do not come true: {_shortfall(self._all, less)}; what was predicted is evicted before it is "
+                    "used (too small a cache for its load, or events that come late), or was never there"
                 )
         return None
 
@@ -207,7 +207,7 @@ def _sums(judged: deque[tuple[int, int]]) -> tuple[int, int]:
     return sum(predicted for predicted, _ in judged), sum(min(pair) for pair in judged)
 
 
-def _told(judged: deque[tuple[int, int]], less: list[tuple[int, int]]) -> str:
+def _shortfall(judged: deque[tuple[int, int]], less: list[tuple[int, int]]) -> str:
     predicted, delivered = _sums(judged)
     return (
         f"less was reused than predicted in {len(less)} of the last {len(judged)} ({delivered} of {predicted} tokens)"

@@ -169,11 +169,11 @@ class RequestWatch:
         "_predicted",
         "_quality",
         "_question",
+        "_report",
         "_request_id",
         "_status",
         "_streams",
         "_tap",
-        "_told",
         "_trace",
     )
 
@@ -210,9 +210,9 @@ class RequestWatch:
         self._tap: AnswerTap | None = None
         self._streams = False
         self._status = 0
-        self._told: ReuseReport | None = None
+        self._report: ReuseReport | None = None
 
-    def asked(self, request: PlacementRequest) -> None:
+    def lookup_ended(self, request: PlacementRequest) -> None:
         """Report that the lookup of the prompt's tokens has ended, with or without tokens."""
         question = request.question
         self._model = question.model
@@ -229,7 +229,7 @@ class RequestWatch:
         if self._quality.logs_access and is_sent:
             self._question = question
         if self._trace is not None:
-            self._trace.asked(request, self._quality.clock())
+            self._trace.lookup_ended(request, self._quality.clock())
 
     def placed(self, placement: Placement) -> None:
         """Report that a worker was chosen."""
@@ -291,15 +291,15 @@ class RequestWatch:
         )
         return self._tap
 
-    def told(self) -> ReuseReport:
+    def report(self) -> ReuseReport:
         """Return the facts about reuse and latency. Call it once the answer has passed."""
-        if self._told is None:
-            self._told = self._tell()
-        return self._told
+        if self._report is None:
+            self._report = self._made_report()
+        return self._report
 
     def usage(self) -> Usage | None:
         """Return the usage that the answer reports; None if there is none, or no answer."""
-        return None if self._tap is None else self.told().usage
+        return None if self._tap is None else self.report().usage
 
     def output_tokens(self) -> int | None:
         """Return the number of generated tokens; None if the answer does not report it."""
@@ -326,7 +326,7 @@ class RequestWatch:
             self._count(outcome, self._tap, self._placement)
         if self._trace is not None:
             first_s = None if self._tap is None else self._tap.first_s
-            report = None if self._tap is None else self.told()
+            report = None if self._tap is None else self.report()
             self._trace.ended(outcome, self._status, first_s, report, self._quality.clock())
 
     def _write_line(self, outcome: str) -> None:
@@ -347,7 +347,7 @@ class RequestWatch:
         }
         if measured is not None and measured.num_prompts > 1:
             fields |= list_fields(measured)
-        report = None if self._tap is None else self.told()
+        report = None if self._tap is None else self.report()
         e2e_s = self._quality.clock() - self._began_s
         write_line(fields, [] if measured is None else pieces_of(measured), report, e2e_s)
 
@@ -366,7 +366,7 @@ class RequestWatch:
             e2e_s = self._quality.clock() - self._began_s
             result = Outcome(outcome, None, None, None, None, None, e2e_s, status=status or None, failed=failed)
         else:
-            report = self.told()
+            report = self.report()
             usage = report.usage
             result = Outcome(
                 outcome,
@@ -387,7 +387,7 @@ class RequestWatch:
             self._flight.ended()
             self._flight = None
 
-    def _tell(self) -> ReuseReport:
+    def _made_report(self) -> ReuseReport:
         tap, placement = self._tap, self._placement
         assert tap is not None and placement is not None
         usage = tap.usage()
@@ -415,7 +415,7 @@ class RequestWatch:
         return placement.choice.hit.last_tokens if is_last_reported else None
 
     def _count(self, outcome: str, tap: AnswerTap, placement: Placement) -> None:
-        report, metrics = self.told(), self._quality.measures.of_worker(placement.worker)
+        report, metrics = self.report(), self._quality.measures.of_worker(placement.worker)
         if report.ttft_s is not None and outcome != "server_error":
             metrics.ttft.observe(report.ttft_s)
             self._quality.traffic.of(placement.worker.model).first_token(report.ttft_s)

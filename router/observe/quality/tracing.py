@@ -204,7 +204,7 @@ class RequestTrace:
         )
         span.end(self._ns(ended_s))
 
-    def asked(self, request: PlacementRequest, now: float) -> None:
+    def lookup_ended(self, request: PlacementRequest, now: float) -> None:
         """Record that the model is resolved and the lookup of the prompt's tokens has ended, with or without tokens."""
         question = request.question
         self._span.set_attribute("gen_ai.request.model", question.model)
@@ -279,18 +279,18 @@ class RequestTrace:
             span.end(self._ns(now))
         self._step_s = now
 
-    def ended(self, outcome: str, status: int, first_s: float | None, told: ReuseReport | None, now: float) -> None:
+    def ended(self, outcome: str, status: int, first_s: float | None, report: ReuseReport | None, now: float) -> None:
         """End all spans of the request at `now`.
 
         `outcome` is one of those in `ProxyMetrics`. `status` is that of the engine's answer, 0 if there was none.
-        `first_s` is the time of its first bytes or event, and `told` has the facts about reuse; both are None if there
+        `first_s` is the time of its first bytes or event, and `report` has the facts about reuse; both are None if there
         was no answer.
         """
         attributes: Attributes = {"kvrouter.outcome": outcome}
         if status:
             attributes["http.response.status_code"] = status
-        if told is not None:
-            attributes |= _usage(told)
+        if report is not None:
+            attributes |= _usage(report)
         for span in (self._attempt, self._span):
             if span is None:
                 continue

@@ -180,24 +180,24 @@ def _plain_object(value: bytes) -> Mapping[str, Any] | None:
         return None
 
 
-def usage_of(told: Mapping[str, Any]) -> Usage | None:
+def usage_of(counts: Mapping[str, Any]) -> Usage | None:
     """Return a decoded usage object as `Usage`; None if it counts no tokens of a prompt."""
     # The Responses API and Anthropic's name them input and output.
-    prompt_tokens = _tokens(told.get("prompt_tokens", told.get("input_tokens")))
+    prompt_tokens = _tokens(counts.get("prompt_tokens", counts.get("input_tokens")))
     if prompt_tokens is None:
         return None
-    completion_tokens = _tokens(told.get("completion_tokens", told.get("output_tokens")))
-    read_tokens = _tokens(told.get("cache_read_input_tokens"))
+    completion_tokens = _tokens(counts.get("completion_tokens", counts.get("output_tokens")))
+    read_tokens = _tokens(counts.get("cache_read_input_tokens"))
     if read_tokens is not None:
         # Anthropic's input tokens are those that were neither read from the cache nor counted as written to it.
-        created_tokens = _tokens(told.get("cache_creation_input_tokens")) or 0
+        created_tokens = _tokens(counts.get("cache_creation_input_tokens")) or 0
         prompt_tokens += read_tokens + created_tokens
         return Usage(prompt_tokens, completion_tokens, read_tokens) if prompt_tokens else None
     if not prompt_tokens:
         return None
-    details = told.get("prompt_tokens_details", told.get("input_tokens_details"))
+    details = counts.get("prompt_tokens_details", counts.get("input_tokens_details"))
     # The meta_info of SGLang's /generate has cached_tokens beside the other counts.
-    place = details if isinstance(details, dict) else told
+    place = details if isinstance(details, dict) else counts
     return Usage(prompt_tokens, completion_tokens, _tokens(place.get("cached_tokens")))
 
 

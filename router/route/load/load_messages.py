@@ -55,7 +55,7 @@ class WorkerGauge(msgspec.Struct, frozen=True, array_like=True):
     model: str
     worker_id: str
     dp_rank: int
-    said: EngineLoad
+    report: EngineLoad
 
     @property
     def worker(self) -> WorkerKey:

@@ -113,7 +113,7 @@ class LoadSync:
         self._numbers = itertools.count(1)
         # Pending requests to end a reservation, by number: the future, and the processes that have not yet denied
         # ownership.
-        self._asked: dict[int, tuple[asyncio.Future[bool], set[str]]] = {}
+        self._pending_ends: dict[int, tuple[asyncio.Future[bool], set[str]]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         # Messages of another version or another program.
         self.unreadable = 0
@@ -146,10 +146,10 @@ class LoadSync:
         if self._table.others:
             self._news.set()
 
-    def gauge(self, worker: WorkerKey, said: EngineLoad) -> None:
+    def gauge(self, worker: WorkerKey, report: EngineLoad) -> None:
         """Publish the report of an engine that this process polls; other processes poll other engines."""
         if self._table.others:
-            self._gauges[worker] = said
+            self._gauges[worker] = report
             self._news.set()
 
     def send_notice(self, notice: bytes) -> None:
@@ -166,11 +166,11 @@ class LoadSync:
         """
         if not self._table.others and self.problem is None:
             return False
-        if self.problem is not None or len(self._asked) >= MAX_ENDINGS:
+        if self.problem is not None or len(self._pending_ends) >= MAX_ENDINGS:
             raise _unasked(self.problem or "too many are under way")
         number = next(self._numbers)
         answered: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._asked[number] = (answered, self._table.processes)
+        self._pending_ends[number] = (answered, self._table.processes)
         self._endings.append(ReservationEnd(number, selection_id, how))
         self._news.set()
         try:
@@ -179,7 +179,7 @@ class LoadSync:
         except TimeoutError:
             raise _unasked("not all routers answer") from None
         finally:
-            del self._asked[number]
+            del self._pending_ends[number]
 
     # -- publishing
 
@@ -210,7 +210,7 @@ class LoadSync:
     def _refuse(self, endings: list[ReservationEnd], reason: str) -> None:
         """Fail the pending requests to end these reservations."""
         for ending in endings:
-            pending = self._asked.get(ending.number)
+            pending = self._pending_ends.get(ending.number)
             if pending is not None and not pending[0].done():
                 pending[0].set_exception(_unasked(reason))
 
@@ -299,7 +299,7 @@ class LoadSync:
             self._whole_wanted = True
             self._news.set()
         for gauge in message.gauges:
-            self._weights.take_engine_load(gauge.worker, gauge.said, now)
+            self._weights.take_engine_load(gauge.worker, gauge.report, now)
         for ending in message.endings:
             answer = (message.process, ending.number, self._end_here(ending.selection_id, ending.how))
             if len(self._answers) < MAX_ENDINGS:
@@ -308,7 +308,7 @@ class LoadSync:
         for notice in message.notices:
             self._noticed(notice)
         for process, number, ended in message.answers:
-            if process == self._process and (pending := self._asked.get(number)) is not None:
+            if process == self._process and (pending := self._pending_ends.get(number)) is not None:
                 answered, silent = pending
                 silent.discard(message.process)
                 if not answered.done() and (ended or not silent):

@@ -49,7 +49,7 @@ class Correction(msgspec.Struct, frozen=True):
     """An engine's last report, and the part of its load that did not come through these routers."""
 
     # The engine's report, and when it arrived.
-    said: EngineLoad
+    engine_load: EngineLoad
     heard_s: float
     # Requests at the engine beyond those that the routers count.
     foreign: int
@@ -87,20 +87,20 @@ class LoadModel:
         self._prefill_tokens += (prefill_tokens - self._prefill_tokens) / TYPICAL_REQUESTS
         self._context_tokens += (context_tokens - self._context_tokens) / TYPICAL_REQUESTS
 
-    def take_engine_load(self, worker: WorkerKey, said: EngineLoad, now: float) -> int:
+    def take_engine_load(self, worker: WorkerKey, report: EngineLoad, now: float) -> int:
         """Apply an engine's report of its load, and return how many reservations it ended in this process."""
         ended = 0
-        if said.requests == 0:
+        if report.requests == 0:
             ended = self.table.void(worker, now - IDLE_GRACE_S, now)
         load = self.table.loads.get(worker)
-        foreign = max(0, said.requests - (load.requests if load is not None else 0))
+        foreign = max(0, report.requests - (load.requests if load is not None else 0))
         previous = self.corrections.get(worker)
         # Take the smaller of two consecutive reports, because a single one may fall between the start or end of
         # requests.
         counted = min(foreign, previous.foreign) if previous is not None else 0
-        waiting = min(counted, said.waiting)
+        waiting = min(counted, report.waiting)
         self.corrections[worker] = Correction(
-            said,
+            report,
             now,
             foreign,
             round(waiting * self._prefill_tokens),
@@ -138,7 +138,7 @@ class LoadModel:
         if correction is not None:
             queued += correction.foreign_prefill_tokens
             decode += correction.foreign_decode_tokens
-            requests += min(correction.foreign, correction.said.requests)
+            requests += min(correction.foreign, correction.engine_load.requests)
         return WorkerBacklog(queued, decode, requests, self.is_saturated(queued, correction))
 
     def is_saturated(self, queued_tokens: int, correction: Correction | None) -> bool:
@@ -151,11 +151,15 @@ class LoadModel:
             queued_tokens: Prefill tokens queued at the worker.
             correction: The engine's last report, or None if there is none.
         """
-        if correction is not None and correction.said.waiting and correction.said.kv_usage >= KV_USAGE_FULL:
+        if (
+            correction is not None
+            and correction.engine_load.waiting
+            and correction.engine_load.kv_usage >= KV_USAGE_FULL
+        ):
             return True
         if queued_tokens <= self.saturation_tokens:
             return False
-        return correction is None or correction.said.waiting > 0 or queued_tokens > 2 * self.saturation_tokens
+        return correction is None or correction.engine_load.waiting > 0 or queued_tokens > 2 * self.saturation_tokens
 
     def rates_of(self, worker: WorkerKey) -> WorkerSpeed:
         """Return a worker's speed, creating it on first use."""

@@ -357,12 +357,12 @@ class Placer:
                 f"no reservation {printable(selection_id)!r}: it was released, has expired, or was never made"
             )
 
-    def take_engine_load(self, worker: WorkerKey, said: EngineLoad) -> None:
+    def take_engine_load(self, worker: WorkerKey, report: EngineLoad) -> None:
         """Apply the load that an engine reported to this process."""
-        ended = self.weights.take_engine_load(worker, said, self._clock())
+        ended = self.weights.take_engine_load(worker, report, self._clock())
         self._metrics.load.voided.inc(ended)
         if self._share is not None:
-            self._share.gauge(worker, said)
+            self._share.gauge(worker, report)
         self._freed()
 
     def on_view(self, worker: WorkerKey, view: WorkerView | None) -> None:

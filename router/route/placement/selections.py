@@ -38,31 +38,31 @@ class Selections:
 
     def __init__(self, max_selections: int = MAX_SELECTIONS) -> None:
         self._max = max_selections
-        self._kept: OrderedDict[str, Selected] = OrderedDict()
+        self._selected: OrderedDict[str, Selected] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._selected)
 
     def keep(self, selection_id: str, selected: Selected) -> None:
         """Remember a selection; it replaces an earlier one of the same id."""
-        self._kept[selection_id] = selected
-        self._kept.move_to_end(selection_id)
-        while len(self._kept) > self._max:
-            self._kept.popitem(last=False)
+        self._selected[selection_id] = selected
+        self._selected.move_to_end(selection_id)
+        while len(self._selected) > self._max:
+            self._selected.popitem(last=False)
 
     def find(self, selection_id: str, now: float) -> Selected | None:
         """Return the selection, or None if it is unknown or expired."""
-        selected = self._kept.get(selection_id)
+        selected = self._selected.get(selection_id)
         return selected if selected is not None and selected.expiry_s > now else None
 
     def drop(self, selection_id: str) -> None:
         """Forget a selection, if it is known."""
-        self._kept.pop(selection_id, None)
+        self._selected.pop(selection_id, None)
 
     def expire(self, now: float) -> None:
         """Drop expired selections."""
-        while self._kept:
-            selection_id, selected = next(iter(self._kept.items()))
+        while self._selected:
+            selection_id, selected = next(iter(self._selected.items()))
             if selected.expiry_s > now:
                 return
-            del self._kept[selection_id]
+            del self._selected[selection_id]

@@ -18,10 +18,10 @@ from kvrouter.router.route.tokens.prompt_tokens import estimated_tokens
 # How many prompts of one list are looked up: the first ones and the last one, because vLLM's report is about the last.
 # Their hits are found at once, as a choice needs them all at the same moment: 0.4 ms for 64 prompts of 2,000 tokens
 # among 16 workers, 0.8 ms among 64 and 2.5 ms among 256 (benchmarks/prompt_lists.py). A turn of ingest takes 2 ms.
-LOOKED_UP = 64
+MAX_PROMPTS_LOOKED_UP = 64
 # The most bytes of the prompts that are looked up, besides the last one: some 700,000 token ids, as many as the longest
 # single prompts have.
-LOOKED_UP_BYTES = 4 * 1024**2
+MAX_BYTES_LOOKED_UP = 4 * 1024**2
 # Longer lists are not split into prompts at all: each prompt is an object, and a body of 32 MiB may have eight million.
 SPLIT_PROMPTS = 4_096
 
@@ -77,8 +77,8 @@ def prompts_of(field: msgspec.Raw) -> PromptList | msgspec.Raw:
 def _looked_up(items: list[msgspec.Raw]) -> list[msgspec.Raw]:
     """Return the first prompts as far as the bounds allow, and the last one."""
     prompts: list[msgspec.Raw] = []
-    left_bytes = LOOKED_UP_BYTES
-    for item in items[: min(LOOKED_UP, len(items)) - 1]:
+    left_bytes = MAX_BYTES_LOOKED_UP
+    for item in items[: min(MAX_PROMPTS_LOOKED_UP, len(items)) - 1]:
         left_bytes -= memoryview(item).nbytes
         if left_bytes < 0:
             break

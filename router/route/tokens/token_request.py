@@ -340,7 +340,7 @@ def _text(
     if ids is None and not is_given(relevant, "prompt"):
         raise BadQuestion("prompt is missing: a completion needs one")
 
-    def one(prompt: msgspec.Raw | NDArray[np.uint64]) -> TokenRequest | NDArray[np.int64]:
+    def request_of(prompt: msgspec.Raw | NDArray[np.uint64]) -> TokenRequest | NDArray[np.int64]:
         read_prompt = _one_prompt(prompt)
         if isinstance(read_prompt, msgspec.Raw):
             return TokenRequest("text", relevant | {"prompt": read_prompt})
@@ -349,11 +349,11 @@ def _text(
         return read_prompt
 
     if ids is not None:
-        return one(ids)
+        return request_of(ids)
     prompts = prompts_of(relevant["prompt"])
     if isinstance(prompts, PromptList):
-        return ListRequest([one(prompt) for prompt in prompts.prompts], prompts)
-    return one(prompts)
+        return ListRequest([request_of(prompt) for prompt in prompts.prompts], prompts)
+    return request_of(prompts)
 
 
 def _one_prompt(prompt: msgspec.Raw | NDArray[np.uint64]) -> msgspec.Raw | NDArray[np.int64]:

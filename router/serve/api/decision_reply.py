@@ -21,17 +21,19 @@ log = logging.getLogger("kvrouter.decisions")
 Reply = TypeVar("Reply", DecisionReply, DecisionsReply)
 
 
-def decision_reply(kept: KeptDecision, earlier: list[str] | None = None, *, explain: bool = True) -> DecisionReply:
+def decision_reply(
+    kept_decision: KeptDecision, earlier: list[str] | None = None, *, explain: bool = True
+) -> DecisionReply:
     """Return a kept decision as a reply, with its candidates if `explain`.
 
     `earlier` has the selections of the request's earlier attempts.
     """
-    decision = kept.decision()
+    decision = kept_decision.decision()
     choice, prefill = decision.choice, decision.prefill
     hit = choice.hit
     return DecisionReply(
         selection_id=decision.selection_id,
-        request_id=kept.request_id,
+        request_id=kept_decision.request_id,
         time_s=decision.time_s,
         model=decision.model,
         worker_id=hit.worker.worker_id,
@@ -52,7 +54,7 @@ def decision_reply(kept: KeptDecision, earlier: list[str] | None = None, *, expl
         session_id=decision.session_id,
         max_tokens=decision.max_tokens,
         pinned_worker=decision.pinned,
-        outcome=kept.outcome,
+        outcome=kept_decision.outcome,
         candidates=_candidates(choice) if explain else None,
         prefill=None if prefill is None else _prefill(prefill, explain=explain),
         earlier=earlier or None,
@@ -68,8 +70,8 @@ def find_decision(decisions: DecisionLog, name: str) -> DecisionReply | None:
 def list_decisions(decisions: DecisionLog, most: int, wanted: DecisionFilter) -> DecisionsReply:
     """Return the last of the wanted decisions."""
     kept_decisions, searched = decisions.last(most, wanted)
-    replies = [decision_reply(kept, explain=False) for kept in kept_decisions]
-    return DecisionsReply(replies, decisions.kept, searched)
+    replies = [decision_reply(kept_decision, explain=False) for kept_decision in kept_decisions]
+    return DecisionsReply(replies, decisions.num_kept, searched)
 
 
 def joined(replies: list[DecisionsReply], most: int) -> DecisionsReply:
@@ -91,7 +93,7 @@ def read_decision(sent: bytes) -> DecisionReply | None:
 
 def read_decisions(sent: Iterable[bytes]) -> list[DecisionsReply]:
     """Return the replies that other processes of this router sent, without those of processes that ended meanwhile."""
-    return [reply for reply in (_read(_decisions, one) for one in sent) if reply is not None]
+    return [reply for reply in (_read(_decisions, part) for part in sent) if reply is not None]
 
 
 def _read(decoder: msgspec.json.Decoder[Reply], sent: bytes) -> Reply | None:

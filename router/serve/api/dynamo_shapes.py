@@ -77,7 +77,7 @@ def patch_in(body: WorkerPatch) -> WorkerPatch:
         return body
     if body.kv_events_endpoints or body.data_parallel_size is not None or body.data_parallel_start_rank is not None:
         raise BadQuestion("ranks cannot be changed by PATCH: DELETE the worker and register it again")
-    kept = {
+    unchanged = {
         # Dynamo's clients send all fields, with null for fields that stay.
         name: msgspec.UNSET
         for name in (
@@ -97,7 +97,7 @@ def patch_in(body: WorkerPatch) -> WorkerPatch:
         changed = {"url": body.endpoint, "endpoint": msgspec.UNSET}
     if body.kv_events_endpoint is not None:
         changed["endpoint"] = body.kv_events_endpoint
-    patched: WorkerPatch = msgspec.structs.replace(body, **kept | changed)
+    patched: WorkerPatch = msgspec.structs.replace(body, **unchanged | changed)
     return patched
 
 

@@ -30,7 +30,7 @@ def model_routes(core: CorePort) -> APIRouter:
         return respond(request, ModelsReply([ModelReply(model) for model in named(request)]))
 
     @router.get("/v1/models/{model:name}", summary="One model", operation_id="model", responses=gives(ModelReply, 404))
-    async def one(request: Request, model: str) -> Response:
+    async def show_model(request: Request, model: str) -> Response:
         names = named(request)
         if model not in names:
             raise unknown_model(model, names)

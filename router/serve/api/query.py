@@ -58,17 +58,17 @@ class QueryRoutes:
         # The template for each model, with and without hashes, and the plan from which it was made.
         self._templates: dict[tuple[str, bool], tuple[HashPlan, QueryTemplate | None]] = {}
 
-    def query(self, asked: HotRequest) -> QueryReply | bytes | Coroutine[Any, Any, QueryReply | bytes]:
+    def query(self, request: HotRequest) -> QueryReply | bytes | Coroutine[Any, Any, QueryReply | bytes]:
         """Answer `POST /query`. The reply may be encoded JSON, or a coroutine if the body is long."""
-        if asked.is_long:
-            return self._answer_long(asked, self._read_tokens)
-        return self._ask(self._question(self._read_tokens(asked), asked), asked)
+        if request.is_long:
+            return self._answer_long(request, self._read_tokens)
+        return self._ask(self._question(self._read_tokens(request), request), request)
 
-    def query_by_hash(self, asked: HotRequest) -> QueryReply | bytes | Coroutine[Any, Any, QueryReply | bytes]:
+    def query_by_hash(self, request: HotRequest) -> QueryReply | bytes | Coroutine[Any, Any, QueryReply | bytes]:
         """Answer `POST /query_by_hash`. The reply may be encoded JSON, or a coroutine if the body is long."""
-        if asked.is_long:
-            return self._answer_long(asked, self._read_hashes)
-        return self._ask(self._question(self._read_hashes(asked), asked), asked)
+        if request.is_long:
+            return self._answer_long(request, self._read_hashes)
+        return self._ask(self._question(self._read_hashes(request), request), request)
 
     async def _answer_long(self, request: HotRequest, read: Callable[[HotRequest], _Read]) -> QueryReply | bytes:
         """Answer a question whose body is long: read it in a thread, and hash the prompt in turns."""

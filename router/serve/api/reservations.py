@@ -133,7 +133,7 @@ def _worker_load(view: WorkerLoadView, worker_id: str | int, block_tokens: int, 
     burden, report = view.burden, view.engine
     engine = None
     if report is not None:
-        engine_load = report.said
+        engine_load = report.engine_load
         engine = EngineReply(
             engine_load.waiting, engine_load.running, engine_load.kv_usage, round(now - report.heard_s, 3)
         )

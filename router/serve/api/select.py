@@ -73,13 +73,13 @@ class SelectRoutes:
         self._select_reader = BodyReader(SelectBody)
         self._reservation_reader = BodyReader(ReservationBody)
 
-    def select(self, asked: HotRequest) -> SelectReply | Coroutine[Any, Any, SelectReply]:
+    def select(self, request: HotRequest) -> SelectReply | Coroutine[Any, Any, SelectReply]:
         """Answer `POST /select`. The reply is a coroutine if the body is long or has a text."""
-        return self._select(asked, self._choose)
+        return self._select(request, self._choose)
 
-    def select_and_reserve(self, asked: HotRequest) -> SelectReply | Coroutine[Any, Any, SelectReply]:
+    def select_and_reserve(self, request: HotRequest) -> SelectReply | Coroutine[Any, Any, SelectReply]:
         """Answer `POST /select_and_reserve`. The reply is a coroutine if the body is long or has a text."""
-        return self._select(asked, self._reserve)
+        return self._select(request, self._reserve)
 
     async def reserve_at(self, raw: bytes, content_type: str, bounds: KeyBounds | None) -> Placement:
         """Reserve a place at the worker that the client has chosen, for `POST /reservations`."""

@@ -153,14 +153,14 @@ class PickedRequest:
 class PickedResponse:
     """The observer of the answer to a request about a stored response."""
 
-    def __init__(self, responses: StoredResponses, asked: GatewayRequest, worker: WorkerKey) -> None:
+    def __init__(self, responses: StoredResponses, gateway_request: GatewayRequest, worker: WorkerKey) -> None:
         self._responses = responses
-        self._asked = asked
+        self._gateway_request = gateway_request
         self._worker = worker
 
     def begins(self, status: int, headers: h.Headers, served: str | None) -> h.Headers:
         """Note the headers of the answer, and return headers to set in it, in place of those of the same name."""
-        self._responses.answered(self._asked, self._asked.method.decode("latin-1"), status)
+        self._responses.answered(self._gateway_request, self._gateway_request.method.decode("latin-1"), status)
         return [(h.WORKER, named(self._worker).encode())]
 
     def takes(self, data: bytes) -> None:

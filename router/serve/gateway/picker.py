@@ -96,38 +96,40 @@ class Picker:
         self._addresses: Addresses | None = None
         self._known_endpoints = Endpoints(Addresses((), proxy.allowed))
 
-    async def pick(self, asked: GatewayRequest) -> Route:
+    async def pick(self, gateway_request: GatewayRequest) -> Route:
         """Return the route of a request, and reserve a place for it.
 
         Raises RouterError, with nothing reserved. A CutBody of a request that may go on is not counted.
         """
         began_s = self._clock()
-        stored = stored_path(asked.path)
-        if stored is not None and asked.method.decode("latin-1") in STORED_PATHS[stored[0]]:
-            return await self._route_stored(asked, stored[0])
-        if asked.method != POST or asked.path not in PATHS:
-            return self._pass(asked)
-        request_id = h.header(asked.headers, h.REQUEST_ID) or secrets.token_hex(16).encode()
-        watch = self._quality.begin(asked.path, asked.headers, request_id.decode("latin-1"))
-        request = Request(asked, watch, request_id)
+        stored = stored_path(gateway_request.path)
+        if stored is not None and gateway_request.method.decode("latin-1") in STORED_PATHS[stored[0]]:
+            return await self._route_stored(gateway_request, stored[0])
+        if gateway_request.method != POST or gateway_request.path not in PATHS:
+            return self._pass(gateway_request)
+        request_id = h.header(gateway_request.headers, h.REQUEST_ID) or secrets.token_hex(16).encode()
+        watch = self._quality.begin(gateway_request.path, gateway_request.headers, request_id.decode("latin-1"))
+        request = Request(gateway_request, watch, request_id)
         outcome, refusal_status = CLIENT_GONE, 0
         try:
-            if asked.encoding:
-                asked.body = request.body = await self._decoding.decoded(asked.encoding, asked.body)
-                asked.headers = request.headers = h.decoded(asked.headers)
+            if gateway_request.encoding:
+                gateway_request.body = request.body = await self._decoding.decoded(
+                    gateway_request.encoding, gateway_request.body
+                )
+                gateway_request.headers = request.headers = h.decoded(gateway_request.headers)
             ask = await self._proxy.reader.read(request)
-            if asked.path in self._translated:
+            if gateway_request.path in self._translated:
                 question = msgspec.structs.replace(ask.question, is_guess=True)
                 ask = msgspec.structs.replace(ask, question=question)
-            watch.asked(ask)
-            route = await self._route(request, ask, asked.subset)
-            if asked.encoding:
+            watch.lookup_ended(ask)
+            route = await self._route(request, ask, gateway_request.subset)
+            if gateway_request.encoding:
                 # The gateway has the encoded body, which engines do not decode.
                 route.body = request.body if route.body is None else route.body
                 route.removed = (*route.removed, h.CONTENT_ENCODING)
         except RouterError as error:
             outcome, refusal_status = "refused", error.status
-            if isinstance(error, CutBody) and asked.may_go_on:
+            if isinstance(error, CutBody) and gateway_request.may_go_on:
                 outcome = ""
                 raise
             if isinstance(error, Saturated):
@@ -140,7 +142,7 @@ class Picker:
             outcome = ""
         finally:
             if outcome:
-                self._metrics.requests(asked.path, outcome).inc()
+                self._metrics.requests(gateway_request.path, outcome).inc()
                 watch.ended(outcome, refusal_status)
         self._metrics.pick_seconds.observe(self._clock() - began_s)
         return route
@@ -164,14 +166,14 @@ class Picker:
         endpoint = endpoints.of[self._rng.choice(takers)]
         return Route(endpoint, [(ENDPOINT_HEADER, endpoint.encode())], _removed(request.headers, []))
 
-    async def _route_stored(self, asked: GatewayRequest, template: str) -> Route:
+    async def _route_stored(self, gateway_request: GatewayRequest, template: str) -> Route:
         """Return the route of a request about a stored response to its worker. Raises RouterError."""
         outcome = "refused"
         try:
-            worker = await self._proxy.responses.worker_of(asked)
+            worker = await self._proxy.responses.worker_of(gateway_request)
             addresses, endpoints = self._proxy.addresses(), self._endpoints()
-            if worker not in endpoints.of or worker in endpoints.outside(asked.subset):
-                raise _nobody(worker.model, endpoints, asked.subset)
+            if worker not in endpoints.of or worker in endpoints.outside(gateway_request.subset):
+                raise _nobody(worker.model, endpoints, gateway_request.subset)
             outcome = "passed"
         finally:
             self._metrics.requests(template, outcome).inc()
@@ -179,11 +181,11 @@ class Picker:
         headers = [(ENDPOINT_HEADER, endpoint.encode())]
         if (rank := addresses.ranks.get(worker)) is not None:
             headers.append((h.DP_RANK, b"%d" % rank))
-        authorization = self._proxy.authorization(asked.headers, addresses.targets[worker])
+        authorization = self._proxy.authorization(gateway_request.headers, addresses.targets[worker])
         if authorization is not None:
             headers.append((b"authorization", authorization))
-        observer = PickedResponse(self._proxy.responses, asked, worker)
-        return Route(endpoint, headers, _removed(asked.headers, headers), observer=observer)
+        observer = PickedResponse(self._proxy.responses, gateway_request, worker)
+        return Route(endpoint, headers, _removed(gateway_request.headers, headers), observer=observer)
 
     async def _route(
         self, request: Request, placement_request: PlacementRequest, subset: tuple[str, ...] | None

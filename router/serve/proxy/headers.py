@@ -157,10 +157,10 @@ def answer_headers(given: Headers, added: Headers, request_id: bytes) -> Headers
     The request's id is added if the engine does not send one.
     """
     dropped = _connection_headers(given, _ANSWER_HEADERS)
-    kept = [(name, value) for name, value in given if name not in dropped and not name.startswith((_OURS, _CORS))]
-    if header(kept, REQUEST_ID) is None:
-        kept.append((REQUEST_ID, request_id))
-    return kept + added
+    headers = [(name, value) for name, value in given if name not in dropped and not name.startswith((_OURS, _CORS))]
+    if header(headers, REQUEST_ID) is None:
+        headers.append((REQUEST_ID, request_id))
+    return headers + added
 
 
 def _connection_headers(headers: Headers, always: frozenset[bytes]) -> Container[bytes]:

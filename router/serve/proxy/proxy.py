@@ -177,7 +177,7 @@ class Proxy:
     async def _answer_placed(self, client: Client, request: Request) -> str:
         """Place the request, pass the worker's answer on, and return the outcome. Raises RouterError."""
         ask = await self.reader.read(request)
-        request.watch.asked(ask)
+        request.watch.lookup_ended(ask)
         answer = await self._answer(request, ask)
         return await self._relay(client, request, answer, predicted=not ask.question.is_blind)
 
@@ -395,7 +395,7 @@ class Proxy:
         self._metrics.answers(placement.worker)(outcome).inc()
         if log.isEnabledFor(logging.DEBUG):
             extra = {"path": client.path, "worker": placement.worker, "status": head.status}
-            log.debug("proxied", extra=extra | {"trail": request.attempts.trail} | watch.told().fields())
+            log.debug("proxied", extra=extra | {"trail": request.attempts.trail} | watch.report().fields())
         return outcome
 
 

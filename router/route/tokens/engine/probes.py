@@ -57,16 +57,16 @@ _CONTINUED: dict[str, Any] = {
 _TEXT: dict[str, Any] = {"prompt": " Größe  naïve\n\n日本語 🙂 = 3.14159"}
 
 
-def _asked(kind: Kind, body: dict[str, Any]) -> TokenRequest:
+def _probe(kind: Kind, body: dict[str, Any]) -> TokenRequest:
     """Return a probe with these fields."""
     return TokenRequest(kind, {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in body.items()})
 
 
 PROBES: dict[Feature, TokenRequest] = {
-    "chat": _asked("chat", _CHAT),
-    "tools": _asked("chat", _TOOLS),
-    "continued": _asked("chat", _CONTINUED),
-    "text": _asked("text", _TEXT),
+    "chat": _probe("chat", _CHAT),
+    "tools": _probe("chat", _TOOLS),
+    "continued": _probe("chat", _CONTINUED),
+    "text": _probe("text", _TEXT),
 }
 _SYSTEM = [{"type": "text", "text": "You are brief. "}, {"type": "text", "text": "Größe: 日本."}]
 _MESSAGES: dict[str, Any] = {
@@ -121,12 +121,12 @@ _INLINE_SYSTEM: dict[str, Any] = {
 
 # Probes for messages of Anthropic's API, which engines turn into chats.
 MESSAGE_PROBES: dict[Feature, TokenRequest] = {
-    "messages": _asked("messages", _MESSAGES),
-    "message tools": _asked("messages", _MESSAGE_TOOLS),
-    "inline system": _asked("messages", _INLINE_SYSTEM),
+    "messages": _probe("messages", _MESSAGES),
+    "message tools": _probe("messages", _MESSAGE_TOOLS),
+    "inline system": _probe("messages", _INLINE_SYSTEM),
 }
 # The probe for a template that accepts no system message, or no message of several parts.
-PLAIN_CHAT = _asked(
+PLAIN_CHAT = _probe(
     "chat", {"messages": [USER, {"role": "assistant", "content": "Paris"}, {"role": "user", "content": "日本?"}]}
 )
 

@@ -231,10 +231,10 @@ def best(found: list[tuple[dict[Feature, str], RenderQuirks]]) -> tuple[dict[Fea
     return max(found, key=lambda pair: sum(result == EQUAL for result in pair[0].values()))
 
 
-def same_truths(one: Verdict, other: Verdict) -> bool:
+def same_truths(first: Verdict, second: Verdict) -> bool:
     """Return whether two engines make the same tokens of every probe, as far as they report them."""
-    for feature, truth in one.truths.items():
-        other_truth = other.truths.get(feature)
+    for feature, truth in first.truths.items():
+        other_truth = second.truths.get(feature)
         if (
             isinstance(truth, np.ndarray)
             and isinstance(other_truth, np.ndarray)

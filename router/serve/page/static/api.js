@@ -87,7 +87,7 @@ export function samples(page, wanted) {
     if (!match) continue;
     const labels = {};
     for (const [, label, value] of (match[2] ?? "").matchAll(LABEL)) {
-      labels[label] = value.replace(/\\(.)/g, (_, one) => ESCAPES[one] ?? one);
+      labels[label] = value.replace(/\\(.)/g, (_, char) => ESCAPES[char] ?? char);
     }
     found.get(name).push([labels, Number(match[3])]);
   }

@@ -19,37 +19,37 @@ const SHOWN = 4;
 // How much of a worker's id is shown, as its column is narrow.
 const ID_CHARS = 20;
 
-const parts = (one) => Object.keys(PARTS).map((name) => [name, one.parts[name] ?? 0]).filter(([, part]) => part !== 0);
-const added = (one) => parts(one).filter(([name, part]) => part > 0 && !LESS.has(name));
+const parts = (candidate) => Object.keys(PARTS).map((name) => [name, candidate.parts[name] ?? 0]).filter(([, part]) => part !== 0);
+const added = (candidate) => parts(candidate).filter(([name, part]) => part > 0 && !LESS.has(name));
 
 /** A list that explains the terms that occur in the candidates' costs. */
 function legend(candidates) {
-  const names = new Set(candidates.flatMap((one) => parts(one).map(([name]) => name)));
+  const names = new Set(candidates.flatMap((candidate) => parts(candidate).map(([name]) => name)));
   return el("ul", { class: "legend", "aria-label": "Terms of the cost, in tokens" },
     Object.entries(PARTS).filter(([name]) => names.has(name)).map(([name, text]) =>
       el("li", {}, el("i", { class: name }), `${name}${text[0] === "(" ? " " : ": "}${text}`)));
 }
 
-function reuse(one, worker) {
-  const limit = one.limited_by;
-  return el("div", { class: "small" }, tiers(one.overlap, tiersOf(worker)),
-    one.pending ? el("div", { class: "quiet", text: `${count(one.pending)} tokens of it are being computed there` }) : null,
+function reuse(candidate, worker) {
+  const limit = candidate.limited_by;
+  return el("div", { class: "small" }, tiers(candidate.overlap, tiersOf(worker)),
+    candidate.pending ? el("div", { class: "quiet", text: `${count(candidate.pending)} tokens of it are being computed there` }) : null,
     limit ? el("div", { class: "quiet", text: `limited by g${limit.group_idx ?? "-"} ${limit.kind.replaceAll("_", " ")}: ${limit.why}` }) : null,
-    one.reason ? el("div", { class: "quiet", text: one.reason }) : null);
+    candidate.reason ? el("div", { class: "quiet", text: candidate.reason }) : null);
 }
 
-function row(one, chosen, most, worker) {
-  const said = parts(one).map(([name, part]) => `${LESS.has(name) ? "less " : ""}${name} ${count(part)}`).join(", ") || "nothing to do";
-  return el("tr", { class: route(one) === chosen ? "chosen" : null, "data-key": route(one) },
-    el("th", { scope: "row" }, el("strong", { title: route(one), text: middle(route(one), ID_CHARS) }),
-      route(one) === chosen ? el("div", { class: "small", text: "chosen" }) : null,
-      one.saturated ? el("div", { class: "small quiet", text: "saturated" }) : null),
-    el("td", { "data-label": "Reuse" }, reuse(one, worker)),
+function row(candidate, chosen, most, worker) {
+  const terms = parts(candidate).map(([name, part]) => `${LESS.has(name) ? "less " : ""}${name} ${count(part)}`).join(", ") || "nothing to do";
+  return el("tr", { class: route(candidate) === chosen ? "chosen" : null, "data-key": route(candidate) },
+    el("th", { scope: "row" }, el("strong", { title: route(candidate), text: middle(route(candidate), ID_CHARS) }),
+      route(candidate) === chosen ? el("div", { class: "small", text: "chosen" }) : null,
+      candidate.saturated ? el("div", { class: "small quiet", text: "saturated" }) : null),
+    el("td", { "data-label": "Reuse" }, reuse(candidate, worker)),
     el("td", { "data-label": "Cost in tokens" },
-      el("div", { class: "bar", role: "img", "aria-label": `cost ${count(one.cost)}: ${said}` },
-        added(one).map(([name, part]) =>
+      el("div", { class: "bar", role: "img", "aria-label": `cost ${count(candidate.cost)}: ${terms}` },
+        added(candidate).map(([name, part]) =>
           el("i", { class: name, vars: { "--part": `${(100 * part) / most}%` }, title: `${name}: ${count(part)}` }))),
-      el("div", { class: "small", text: `${count(one.cost)} = ${said}` })));
+      el("div", { class: "small", text: `${count(candidate.cost)} = ${terms}` })));
 }
 
 const table = (caption, rows) => el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
@@ -70,9 +70,9 @@ function costRange(candidates) {
  */
 export function costs(candidates, chosen, workers, compared = candidates.length) {
   const sorted = [...candidates].sort((a, b) => (route(b) === chosen) - (route(a) === chosen) || a.cost - b.cost);
-  const most = Math.max(1, ...sorted.map((one) => added(one).reduce((sum, [, part]) => sum + part, 0)));
-  const known = new Map(workers.map((one) => [route(one), one]));
-  const rows = (list) => list.map((one) => row(one, chosen, most, known.get(route(one))));
+  const most = Math.max(1, ...sorted.map((candidate) => added(candidate).reduce((sum, [, part]) => sum + part, 0)));
+  const known = new Map(workers.map((worker) => [route(worker), worker]));
+  const rows = (list) => list.map((candidate) => row(candidate, chosen, most, known.get(route(candidate))));
   // A single further worker is shown as well, because folding it would save no space.
   const first = sorted.length <= SHOWN + 2 ? sorted : sorted.slice(0, SHOWN + 1);
   const rest = sorted.slice(first.length);

@@ -50,8 +50,8 @@ export class Chart {
 
   show() {
     const last = this.last();
-    const said = this.series.map(([name], i) => `${name} ${last < 0 ? "–" : this.write(this.data[i + 1][last])}`).join(", ");
-    this.node.setAttribute("aria-label", `${this.title}, ${this.unit}: now ${said}`);
+    const values = this.series.map(([name], i) => `${name} ${last < 0 ? "–" : this.write(this.data[i + 1][last])}`).join(", ");
+    this.node.setAttribute("aria-label", `${this.title}, ${this.unit}: now ${values}`);
     if (!this.plot) return;
     this.plot.setData(this.data);
     this.tell();

@@ -126,17 +126,17 @@ const made = (log) => (log.counts.get("decision") ?? 0) + log.skipped;
 
 const quoted = (text) => (/^[\w.:@-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
 
-function outcomeText(one) {
-  if (!one) return "not known: the request runs, or it was a choice alone";
-  const parts = [one.outcome.replaceAll("_", " ")];
-  if (one.delivered_tokens !== null) {
-    const expected = one.expected_tokens > one.predicted_tokens ? `, ${count(one.expected_tokens)} expected` : "";
-    parts.push(one.predicted_tokens === null
-      ? `the engine reports ${count(one.delivered_tokens)} tokens as reused; no prediction can be compared with that`
-      : `${count(one.delivered_tokens)} tokens delivered of ${count(one.predicted_tokens)} predicted${expected}`);
+function outcomeText(outcome) {
+  if (!outcome) return "not known: the request runs, or it was a choice alone";
+  const parts = [outcome.outcome.replaceAll("_", " ")];
+  if (outcome.delivered_tokens !== null) {
+    const expected = outcome.expected_tokens > outcome.predicted_tokens ? `, ${count(outcome.expected_tokens)} expected` : "";
+    parts.push(outcome.predicted_tokens === null
+      ? `the engine reports ${count(outcome.delivered_tokens)} tokens as reused; no prediction can be compared with that`
+      : `${count(outcome.delivered_tokens)} tokens delivered of ${count(outcome.predicted_tokens)} predicted${expected}`);
   }
-  if (one.ttft_s !== null) parts.push(`first token after ${seconds(one.ttft_s)}`);
-  if (one.e2e_s !== null) parts.push(`done after ${seconds(one.e2e_s)}`);
+  if (outcome.ttft_s !== null) parts.push(`first token after ${seconds(outcome.ttft_s)}`);
+  if (outcome.e2e_s !== null) parts.push(`done after ${seconds(outcome.e2e_s)}`);
   return parts.join("; ");
 }
 
@@ -149,34 +149,34 @@ function promptsText({ num_prompts: prompts = 1, answers = 1 }) {
 
 const copied = (text, label) => el("span", { class: "copied" }, el("code", { text }), copyButton(text, label));
 
-function detail(one, { workers, links }) {
-  const worker = route(one);
-  const id = one.request_id || one.selection_id;
-  const trace = traceUrl(links.trace_url, one);
+function detail(decision, { workers, links }) {
+  const worker = route(decision);
+  const id = decision.request_id || decision.selection_id;
+  const trace = traceUrl(links.trace_url, decision);
   const facts = [
-    ["Request", one.request_id ? copied(one.request_id, "the request's id") : "none"],
-    ["Selection", copied(one.selection_id, "the selection's id")],
-    ["Prompt", `${promptsText(one)}${count(one.num_tokens)} tokens, ${count(one.overlap.longest_matched)} of them reused (${percent(one.overlap.longest_matched, one.num_tokens)})`],
-    ["Why", one.reason], ["Proof", PROOFS[one.proof] ?? one.proof], ["Outcome", outcomeText(one.outcome)],
+    ["Request", decision.request_id ? copied(decision.request_id, "the request's id") : "none"],
+    ["Selection", copied(decision.selection_id, "the selection's id")],
+    ["Prompt", `${promptsText(decision)}${count(decision.num_tokens)} tokens, ${count(decision.overlap.longest_matched)} of them reused (${percent(decision.overlap.longest_matched, decision.num_tokens)})`],
+    ["Why", decision.reason], ["Proof", PROOFS[decision.proof] ?? decision.proof], ["Outcome", outcomeText(decision.outcome)],
   ];
-  if (one.lost_by) facts.push(["Given up", `${count(one.best_hit_tokens - one.overlap.longest_matched)} tokens that another worker holds, by ${one.lost_by}`]);
-  if (one.prefill) facts.push(["Prefill", `${route(one.prefill)}: ${one.prefill.reason}`]);
-  if (one.earlier) facts.push(["Attempts before", one.earlier.join(", ")]);
+  if (decision.lost_by) facts.push(["Given up", `${count(decision.best_hit_tokens - decision.overlap.longest_matched)} tokens that another worker holds, by ${decision.lost_by}`]);
+  if (decision.prefill) facts.push(["Prefill", `${route(decision.prefill)}: ${decision.prefill.reason}`]);
+  if (decision.earlier) facts.push(["Attempts before", decision.earlier.join(", ")]);
   facts.push(["In a terminal", copied(`kvrouter explain --url ${location.origin} --request ${quoted(id)}`, "the command")]);
   return [
-    el("h3", { id: HEADING, tabindex: -1, text: `To ${worker}, ${clock(one.time_s)}` }),
+    el("h3", { id: HEADING, tabindex: -1, text: `To ${worker}, ${clock(decision.time_s)}` }),
     el("p", { class: "actions" }, el("a", { class: "back", href: hashOf({ ...place(), id: "" }), text: "Back to the list" }),
       copyButton(location.origin + location.pathname + hashOf({ id, worker: "", only: "" }), "to this decision", "Copy link"),
       trace ? el("a", { href: trace, rel: "noreferrer", text: "Trace" }) : null),
     el("dl", { class: "facts" }, facts.map(([name, text]) => [el("dt", { text: name }), el("dd", {}, text)])),
-    el("div", { "data-key": one.selection_id }, costs(one.candidates ?? [], worker, workers, one.compared)),
+    el("div", { "data-key": decision.selection_id }, costs(decision.candidates ?? [], worker, workers, decision.compared)),
   ];
 }
 
-function outcomeCell(one) {
-  if (!one) return el("span", { class: "quiet", text: "–" });
-  const text = one.outcome.replaceAll("_", " ");
-  const tone = TONES[one.outcome] ?? "bad";
+function outcomeCell(outcome) {
+  if (!outcome) return el("span", { class: "quiet", text: "–" });
+  const text = outcome.outcome.replaceAll("_", " ");
+  const tone = TONES[outcome.outcome] ?? "bad";
   return tone ? pill(text, tone) : el("span", { class: "quiet", text });
 }
 
@@ -193,16 +193,16 @@ function rows(shown, openId) {
     caption: shown.length < LISTED ? `${count(shown.length)} decisions, the newest first` : `The last ${LISTED}, the newest first`,
     cards: true,
     columns: [{ name: "Time" }, { name: "Worker" }, ...["Prompt", "Predicted", "Delivered", "First token"].map((name) => ({ name, number: true })), { name: "Outcome" }, { name: "Why" }],
-    keys: shown.map((one) => one.selection_id),
-    classes: shown.map((one) => (one.selection_id === openId ? "chosen" : null)),
-    rows: shown.map((one) => {
+    keys: shown.map((decision) => decision.selection_id),
+    classes: shown.map((decision) => (decision.selection_id === openId ? "chosen" : null)),
+    rows: shown.map((decision) => {
       // The outcome of a list may be about its last prompt alone.
-      const predicted = one.num_prompts > 1 ? one.overlap.longest_matched : one.outcome?.predicted_tokens ?? one.overlap.longest_matched;
+      const predicted = decision.num_prompts > 1 ? decision.overlap.longest_matched : decision.outcome?.predicted_tokens ?? decision.overlap.longest_matched;
       return [
-        el("a", { class: "time", href: hashOf({ ...here, id: one.selection_id }), "data-row": one.selection_id,
-          "aria-current": one.selection_id === openId ? "true" : null, "aria-label": `Explain the choice of ${clock(one.time_s)}`, text: clock(one.time_s) }),
-        el("span", { class: "id", title: route(one), text: middle(route(one), ID_CHARS) }), one.num_prompts > 1 ? [count(one.num_tokens), el("span", { class: "small quiet", text: ` in ${count(one.num_prompts)}` })] : count(one.num_tokens), predicted ? [count(predicted), el("span", { class: "small quiet", text: ` ${percent(predicted, one.num_tokens)}` })] : count(predicted),
-        deliveredCell(one.outcome ?? {}), seconds(one.outcome?.ttft_s), outcomeCell(one.outcome), one.reason,
+        el("a", { class: "time", href: hashOf({ ...here, id: decision.selection_id }), "data-row": decision.selection_id,
+          "aria-current": decision.selection_id === openId ? "true" : null, "aria-label": `Explain the choice of ${clock(decision.time_s)}`, text: clock(decision.time_s) }),
+        el("span", { class: "id", title: route(decision), text: middle(route(decision), ID_CHARS) }), decision.num_prompts > 1 ? [count(decision.num_tokens), el("span", { class: "small quiet", text: ` in ${count(decision.num_prompts)}` })] : count(decision.num_tokens), predicted ? [count(predicted), el("span", { class: "small quiet", text: ` ${percent(predicted, decision.num_tokens)}` })] : count(predicted),
+        deliveredCell(decision.outcome ?? {}), seconds(decision.outcome?.ttft_s), outcomeCell(decision.outcome), decision.reason,
       ];
     }),
   });

@@ -68,8 +68,8 @@ export function partsOf(text) {
   const parts = [];
   for (const [piece] of text.matchAll(PIECE)) {
     if (!piece) break;
-    const [, said, mark] = /^([^]*?)(; |: |, | \(|)$/.exec(piece);
-    if (COMMAND.test(said)) parts.push({ command: said }, { prose: mark });
+    const [, text, mark] = /^([^]*?)(; |: |, | \(|)$/.exec(piece);
+    if (COMMAND.test(text)) parts.push({ command: text }, { prose: mark });
     else parts.push({ prose: piece });
   }
   return parts;
@@ -118,9 +118,9 @@ function subject(finding) {
   return [parts, el("strong", { text: rest }), others, others.length ? ")" : null];
 }
 
-const subjects = (list, hasOneFix) => el("ul", {}, list.map((one) => el("li", { "data-key": `${one.subject}/${one.evidence}` },
-  subject(one), " ", el("span", { class: "quiet", text: one.evidence }),
-  hasOneFix ? null : el("details", { "data-key": "fix" }, el("summary", { text: "How to fix it" }), fix(one.fix)))));
+const subjects = (list, hasOneFix) => el("ul", {}, list.map((finding) => el("li", { "data-key": `${finding.subject}/${finding.evidence}` },
+  subject(finding), " ", el("span", { class: "quiet", text: finding.evidence }),
+  hasOneFix ? null : el("details", { "data-key": "fix" }, el("summary", { text: "How to fix it" }), fix(finding.fix)))));
 
 function meaning(code) {
   const known = meanings.get(code);
@@ -131,7 +131,7 @@ function meaning(code) {
 
 /** Returns a card with one code and all subjects at which it was found. */
 function card(code, list, tone) {
-  const hasOneFix = list.every((one) => one.fix === list[0].fix);
+  const hasOneFix = list.every((finding) => finding.fix === list[0].fix);
   const first = list.length <= SHOWN + 1 ? list : list.slice(0, SHOWN);
   const rest = list.slice(first.length, UNFOLDED);
   const left = list.length - first.length - rest.length;
@@ -146,12 +146,12 @@ function card(code, list, tone) {
 }
 
 function bySeverity(findings) {
-  return Object.entries(SEVERITIES).map(([severity, [one, several, tone]]) => {
+  return Object.entries(SEVERITIES).map(([severity, [singular, plural, tone]]) => {
     const codes = new Map();
     const list = findings.filter((finding) => finding.severity === severity);
     for (const finding of list) codes.set(finding.code, [...(codes.get(finding.code) ?? []), finding]);
     if (!list.length) return null;
-    const title = `${count(list.length)} ${list.length === 1 ? one : several}`;
+    const title = `${count(list.length)} ${list.length === 1 ? singular : plural}`;
     return el("section", { "data-key": severity, "aria-label": title }, el("h3", { text: title }),
       [...codes].map(([code, alike]) => card(code, alike, tone)));
   });
@@ -168,8 +168,8 @@ function update({ state }) {
     return;
   }
   const name = named();
-  const ofModel = diagnosis.findings.filter((one) => isOf(model, one));
-  const shown = name ? ofModel.filter((one) => workersOf(one).includes(name)) : ofModel;
+  const ofModel = diagnosis.findings.filter((finding) => isOf(model, finding));
+  const shown = name ? ofModel.filter((finding) => workersOf(finding).includes(name)) : ofModel;
   const left = diagnosis.findings.length - ofModel.length;
   const checked = `${count(diagnosis.checks)} checks of ${count(diagnosis.workers)} ${diagnosis.workers === 1 ? "worker" : "workers"}`;
   show(now,

@@ -9,7 +9,7 @@ export function el(tag, options = {}, ...children) {
     if (value === undefined || value === null || value === false) continue;
     if (name === "class") made.className = value;
     else if (name === "text") made.textContent = value;
-    else if (name === "vars") for (const [key, one] of Object.entries(value)) made.style.setProperty(key, one);
+    else if (name === "vars") for (const [key, property] of Object.entries(value)) made.style.setProperty(key, property);
     else if (name === "on") for (const [event, heard] of Object.entries(value)) made.addEventListener(event, heard);
     else made.setAttribute(name, value === true ? "" : String(value));
   }
@@ -32,12 +32,12 @@ export function show(parent, ...wanted) {
 
 function changeChildren(parent, wanted) {
   let at = parent.firstChild;
-  for (const one of wanted) {
-    if (at && alike(at, one)) {
-      change(at, one);
+  for (const node of wanted) {
+    if (at && alike(at, node)) {
+      change(at, node);
       at = at.nextSibling;
     } else {
-      parent.insertBefore(one, at);
+      parent.insertBefore(node, at);
     }
   }
   while (at) {

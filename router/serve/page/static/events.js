@@ -68,24 +68,24 @@ let paused = null;
 
 function update({ state }) {
   const { log, workers } = state;
-  const gaps = workers.reduce((sum, one) => sum + one.gaps, 0);
-  const resyncs = workers.reduce((sum, one) => sum + recovered(one), 0);
-  const lags = workers.map((one) => one.lag_ms).filter((lag) => lag !== null);
+  const gaps = workers.reduce((sum, worker) => sum + worker.gaps, 0);
+  const resyncs = workers.reduce((sum, worker) => sum + recovered(worker), 0);
+  const lags = workers.map((worker) => worker.lag_ms).filter((lag) => lag !== null);
   show(document.getElementById("events-now"),
     log.lost ? el("p", { class: "notice warning", text: `Some events were missed: ${log.lost}` }) : null,
     tiles([
       ["Events", brief(log.eventsRate), "a second"], ["Largest lag", lags.length ? seconds(Math.max(...lags) / 1000) : "–"],
       ["Gaps", count(gaps)], ["Recoveries", count(resyncs)],
-      ["Blocks unaccounted for", count(workers.reduce((sum, one) => sum + one.recovery.ghost_blocks + one.recovery.lost_blocks, 0))],
+      ["Blocks unaccounted for", count(workers.reduce((sum, worker) => sum + worker.recovery.ghost_blocks + worker.recovery.lost_blocks, 0))],
     ]));
   const troubled = [...workers].sort((a, b) => b.gaps - a.gaps || (b.lag_ms ?? 0) - (a.lag_ms ?? 0)).slice(0, MOST_STREAMS);
   show(document.getElementById("events-workers"), table({
     caption: `${workers.length > MOST_STREAMS ? `${MOST_STREAMS} of ${count(workers.length)} streams` : "Streams"}, those with the most gaps first`, cards: true,
     columns: [{ name: "Worker" }, ...["Lag", "Last event", "Batch", "Gaps", "Missed", "Recoveries"].map((name) => ({ name, number: true }))],
-    keys: troubled.map((one) => `${one.model}/${route(one)}`),
-    rows: troubled.map((one) => [middle(route(one), ID_CHARS), one.lag_ms === null ? "–" : seconds(one.lag_ms / 1000),
-      one.last_event_age_s === null ? "–" : `${seconds(one.last_event_age_s)} ago`, count(one.seq), count(one.gaps),
-      count(one.recovery.missed_batches), count(recovered(one))]),
+    keys: troubled.map((worker) => `${worker.model}/${route(worker)}`),
+    rows: troubled.map((worker) => [middle(route(worker), ID_CHARS), worker.lag_ms === null ? "–" : seconds(worker.lag_ms / 1000),
+      worker.last_event_age_s === null ? "–" : `${seconds(worker.last_event_age_s)} ago`, count(worker.seq), count(worker.gaps),
+      count(worker.recovery.missed_batches), count(recovered(worker))]),
     empty: NO_WORKER,
   }));
   show(document.getElementById("events-counts"), [...log.counts].sort().map(([type, number]) => [pill(`${type} ${count(number)}`, ""), " "]),

@@ -36,12 +36,12 @@ let heatmap = null;
 let isChanged = changes();
 
 function residency(row) {
-  const media = [...new Set(row.groups.flatMap((one) => [...one.media.keys()]))].sort((a, b) => (MEDIA.indexOf(a) + 9) % 9 - (MEDIA.indexOf(b) + 9) % 9);
+  const media = [...new Set(row.groups.flatMap((group) => [...group.media.keys()]))].sort((a, b) => (MEDIA.indexOf(a) + 9) % 9 - (MEDIA.indexOf(b) + 9) % 9);
   if (!media.length) return el("p", { class: "quiet", text: "Blocks held: none, the cache is empty." });
   return el("table", { class: "inner" }, el("caption", { text: "Blocks held" }),
     el("thead", {}, el("tr", {}, el("th", { scope: "col", text: "Group" }), media.map((medium) => el("th", { scope: "col", class: "number", text: medium })))),
-    el("tbody", {}, row.groups.map((one) => el("tr", {}, el("th", { scope: "row", text: `${one.name} ${one.kind}` }),
-      media.map((medium) => el("td", { class: "number", text: count(one.media.get(medium) ?? 0) }))))));
+    el("tbody", {}, row.groups.map((group) => el("tr", {}, el("th", { scope: "row", text: `${group.name} ${group.kind}` }),
+      media.map((medium) => el("td", { class: "number", text: count(group.media.get(medium) ?? 0) }))))));
 }
 
 function facts({ worker, load, capacity }) {
@@ -117,7 +117,7 @@ function filtered(rows) {
 }
 
 function sorted(rows) {
-  const by = COLUMNS.find((one) => one.id === shown.column).sorts;
+  const by = COLUMNS.find((column) => column.id === shown.column).sorts;
   // The rows are sorted by id already.
   if (!by) return shown.isAscending ? rows : [...rows].reverse();
   const sign = shown.isAscending ? 1 : -1;
@@ -129,7 +129,7 @@ function sorted(rows) {
 /** Returns notices for those reasons of the router's health that no worker's row shows. */
 function notices({ health, workers }) {
   if (!health) return [];
-  const given = new Set(workers.map((one) => one.reason).filter(Boolean));
+  const given = new Set(workers.map((worker) => worker.reason).filter(Boolean));
   const reasons = health.reasons.filter((text) => ![...given].some((reason) => text.includes(reason)));
   const parts = [...reasons.map((text) => [text, ""]), ...(health.warnings ?? []).map((text) => [text, "warning"])];
   const more = parts.length - MOST_NOTICES;
@@ -143,7 +143,7 @@ function summary({ loads, model }, rows) {
   const sum = (read) => rows.reduce((all, row) => all + (read(row) ?? 0), 0);
   const held = sum((row) => (row.capacity ? row.held : 0));
   const capacity = sum((row) => row.capacity);
-  const waiting = loads.filter((one) => !model || one.model_name === model).reduce((all, one) => all + one.pending_count, 0);
+  const waiting = loads.filter((load) => !model || load.model_name === model).reduce((all, load) => all + load.pending_count, 0);
   return tiles([
     ["Workers live", `${count(rows.filter((row) => row.worker.state === "live").length)} of ${count(rows.length)}`],
     ["In trouble", count(inTrouble(rows).length)],

@@ -9,7 +9,7 @@ import { modelsOf, readiness } from "./workers.js";
 const at = (id) => document.getElementById(id);
 
 /** Returns the findings that require action, which are all but notes. */
-const urgent = (findings) => findings.filter((one) => one.severity !== "note");
+const urgent = (findings) => findings.filter((finding) => finding.severity !== "note");
 
 /** Returns [text, tone] for the router's state. */
 function verdict(state) {

@@ -150,7 +150,7 @@ export class Heatmap {
   values(row) {
     if (this.mode !== "fill") return [MODES[this.mode].value(row)];
     const part = (held) => (this.isRelative ? held : row.capacity ? held / row.capacity : null);
-    return [part(row.held), ...(this.depth > 1 ? row.groups.map((one) => part(heldOf(one))) : [])];
+    return [part(row.held), ...(this.depth > 1 ? row.groups.map((group) => part(heldOf(group))) : [])];
   }
 
   write(value) {
@@ -206,7 +206,7 @@ export class Heatmap {
   order() {
     const models = new Map();
     for (const row of this.rows) {
-      const groups = row.groups.map((one) => `${one.name} ${one.kind}`.trim());
+      const groups = row.groups.map((group) => `${group.name} ${group.kind}`.trim());
       const { model } = row.worker;
       // A worker that has shown only some of its groups yet does not stand for its model.
       if (groups.length > (models.get(model)?.length ?? 0)) models.set(model, groups);
@@ -252,7 +252,7 @@ export class Heatmap {
     const value = this.values(row)[0];
     const lines = this.mode === "fill"
       ? [`${count(row.held)}${row.capacity ? ` of ${count(row.capacity)} blocks, ${this.write(value)}` : " blocks"}`,
-        ...row.groups.map((one) => `${one.name} ${one.kind}: ${count(heldOf(one))}`)]
+        ...row.groups.map((group) => `${group.name} ${group.kind}: ${count(heldOf(group))}`)]
       : [`${MODES[this.mode].title}: ${this.write(value)}`];
     show(this.tip, el("strong", { text: row.id }), el("div", { text: row.worker.state.replaceAll("_", " ") }),
       lines.map((text) => el("div", { text })));
@@ -264,9 +264,9 @@ export class Heatmap {
   /** Shows the same values as a table, for the workers on the page of the table below. Drawn only while it is open. */
   drawTable() {
     if (!this.equal.open || !this.most) return;
-    const groups = this.depth > 1 ? [...new Set(this.page.flatMap((row) => row.groups.map((one) => one.name)))].sort() : [];
+    const groups = this.depth > 1 ? [...new Set(this.page.flatMap((row) => row.groups.map((group) => group.name)))].sort() : [];
     const cell = (row, name) => {
-      const at = row.groups.findIndex((one) => one.name === name);
+      const at = row.groups.findIndex((group) => group.name === name);
       return at < 0 ? "–" : this.write(this.values(row)[at + 1]);
     };
     show(this.equal.lastChild, table({

@@ -151,7 +151,7 @@ export class History {
 
   /** The lines of the chosen range, with its bounds. */
   get shown() {
-    const { length_s } = RANGES.find((one) => one.name === this.range) ?? RANGES[0];
+    const { length_s } = RANGES.find((range) => range.name === this.range) ?? RANGES[0];
     const lines = (this.isKept ? (this.range === "24h" ? this.day : this.hour) : this.own.lines) ?? nothing();
     // Use the router's clock, because the browser's may differ. Each time is the beginning of a step.
     const to_s = (lines.time_s.at(-1) ?? Date.now() / 1000) + lines.step_s;

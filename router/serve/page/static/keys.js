@@ -11,7 +11,7 @@ const shortcuts = (views) => [
   ["j", "next row"],
   ["k", "previous row"],
   ["Enter", "open the row"],
-  [`1 to ${views.length}`, views.map((one) => one.title).join(", ")],
+  [`1 to ${views.length}`, views.map((view) => view.title).join(", ")],
   ["Esc", "leave the filter, or close the open details"],
   ["?", "show these shortcuts"],
 ];

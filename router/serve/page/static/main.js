@@ -188,7 +188,7 @@ function stop() {
 
 function open() {
   const wanted = location.hash.slice(1).split(/[/?]/)[0];
-  const next = VIEWS.find((one) => one.id === wanted) ?? VIEWS[0];
+  const next = VIEWS.find((view) => view.id === wanted) ?? VIEWS[0];
   for (const link of at("views").querySelectorAll("a")) {
     if (link.hash === `#${next.id}`) {
       link.setAttribute("aria-current", "page");
@@ -219,8 +219,8 @@ function look() {
   if (view === overview) lookAtSavings(signal).then(app.changed, say);
 }
 
-for (const one of VIEWS) {
-  at("views").append(el("li", {}, el("a", { href: `#${one.id}`, text: one.title })));
+for (const view of VIEWS) {
+  at("views").append(el("li", {}, el("a", { href: `#${view.id}`, text: view.title })));
 }
 at("menu").addEventListener("click", (event) => {
   if (event.target.id === "forget") {

@@ -85,28 +85,28 @@ async function ask(app, form) {
 }
 
 /** One place of a worker as a strip along the prompt. alone: tokens up to which its group alone would allow the hit. */
-function lane(one, kind, length, alone) {
-  const covered = one.runs.reduce((sum, [first, end]) => sum + end - first, 0);
-  const name = `${group(one.group_idx)} ${one.medium}${one.owner ? ` (${one.owner})` : ""}`;
-  const said = one.runs.length ? one.runs.slice(0, 20).map(([first, end]) => `${first} to ${end}`).join(", ") : "none";
+function lane(place, kind, length, alone) {
+  const covered = place.runs.reduce((sum, [first, end]) => sum + end - first, 0);
+  const name = `${group(place.group_idx)} ${place.medium}${place.owner ? ` (${place.owner})` : ""}`;
+  const ranges = place.runs.length ? place.runs.slice(0, 20).map(([first, end]) => `${first} to ${end}`).join(", ") : "none";
   return [
     el("span", { title: kind, text: `${name} ${kind}` }),
     el("div", {
-      class: `strip ${one.medium.toLowerCase()}`, role: "img", "data-place": `${group(one.group_idx)}:${one.medium}`,
-      "data-runs": JSON.stringify(one.runs), "aria-label": `${name}: tokens held of ${length}: ${said}`, title: `tokens ${said}`,
-    }, one.runs.map(([first, end]) =>
+      class: `strip ${place.medium.toLowerCase()}`, role: "img", "data-place": `${group(place.group_idx)}:${place.medium}`,
+      "data-runs": JSON.stringify(place.runs), "aria-label": `${name}: tokens held of ${length}: ${ranges}`, title: `tokens ${ranges}`,
+    }, place.runs.map(([first, end]) =>
       el("i", { vars: { "--first": `${(100 * first) / length}%`, "--part": `${(100 * (end - first)) / length}%` } })),
     alone === undefined ? null : at(alone, length)),
-    el("span", { class: "number", text: `${blocks(Math.ceil(covered / one.block_size))} of ${one.block_size}${alone === undefined ? "" : `, alone ${count(alone)} tokens`}` }),
+    el("span", { class: "number", text: `${blocks(Math.ceil(covered / place.block_size))} of ${place.block_size}${alone === undefined ? "" : `, alone ${count(alone)} tokens`}` }),
   ];
 }
 
 const at = (hit, length) => el("b", { vars: { "--first": `calc(${(100 * hit) / length}% - 3px)` } });
 
 function worker(name, instance, length, state) {
-  const known = state.workers.find((one) => one.worker_id === name);
-  const kinds = new Map((known?.catalog?.groups ?? []).map((one) => [one.group_idx, one.kind.replaceAll("_", " ")]));
-  const alone = new Map((instance.groups ?? []).map((one) => [one.group_idx, one.covered]));
+  const known = state.workers.find((worker) => worker.worker_id === name);
+  const kinds = new Map((known?.catalog?.groups ?? []).map((cacheGroup) => [cacheGroup.group_idx, cacheGroup.kind.replaceAll("_", " ")]));
+  const alone = new Map((instance.groups ?? []).map((cacheGroup) => [cacheGroup.group_idx, cacheGroup.covered]));
   const held = [...instance.held ?? []].sort((a, b) => a.group_idx - b.group_idx || MEDIA.indexOf(a.medium) - MEDIA.indexOf(b.medium));
   return el("section", { class: "panel", "data-key": name, "data-worker": name, "aria-label": `Worker ${name}` },
     el("h3", {}, name, " ", pill(instance.state.replaceAll("_", " "), tone(instance.state))),
@@ -114,16 +114,16 @@ function worker(name, instance, length, state) {
       `${tiers(instance, tiersOf(known))}.`),
     instance.limited_by ? el("p", { class: "quiet" }, `Limited by ${group(instance.limited_by.group_idx)} ${instance.limited_by.kind.replaceAll("_", " ")}: ${instance.limited_by.why}.`) : null,
     instance.reason ? el("p", { class: "quiet", text: instance.reason }) : null,
-    !held.some((one) => one.runs.length) ? el("p", { class: "quiet", text: "It holds no block of this prompt." }) : el("div", { class: "lanes" },
+    !held.some((place) => place.runs.length) ? el("p", { class: "quiet", text: "It holds no block of this prompt." }) : el("div", { class: "lanes" },
       el("strong", { text: "reused" }),
       el("div", { class: "strip", role: "img", "aria-label": `reused: ${instance.longest_matched} of ${length} tokens`, "data-reused": instance.longest_matched },
         el("i", { vars: { "--first": "0%", "--part": `${(100 * instance.longest_matched) / length}%` } })),
       el("span", { class: "number", text: `${count(instance.longest_matched)} tokens` }),
-      held.map((one) => lane(one, kinds.get(one.group_idx) ?? "", length, one.medium === "GPU" ? alone.get(one.group_idx) : undefined))));
+      held.map((place) => lane(place, kinds.get(place.group_idx) ?? "", length, place.medium === "GPU" ? alone.get(place.group_idx) : undefined))));
 }
 
 function update({ state }) {
-  const models = [...new Set(state.workers.map((one) => one.model))].sort();
+  const models = [...new Set(state.workers.map((worker) => worker.model))].sort();
   show(document.getElementById("prompt-models"), models.map((name) => el("option", { value: name, text: name })));
   const none = state.health && !models.length;
   document.getElementById("prompt-ask").disabled = none;

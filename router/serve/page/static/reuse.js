@@ -80,8 +80,8 @@ function drawTotals({ metrics, model }) {
   const by = (name, label) => {
     const found = new Map();
     for (const [labels, value] of samples(name)) {
-      const one = labels[label] ?? "";
-      found.set(one, (found.get(one) ?? 0) + value);
+      const key = labels[label] ?? "";
+      found.set(key, (found.get(key) ?? 0) + value);
     }
     return found;
   };

@@ -11,7 +11,7 @@ const LISTED = 200;
 /** Names of workers, folded where they are many. */
 function names(list) {
   if (!list.length) return "none";
-  const texts = list.slice(0, LISTED).map((one) => `${route(one)}${one.is_late ? " (late)" : ""}`);
+  const texts = list.slice(0, LISTED).map((worker) => `${route(worker)}${worker.is_late ? " (late)" : ""}`);
   const left = list.length - texts.length;
   const text = `${texts.join(", ")}${left ? `, and ${count(left)} more` : ""}`;
   if (list.length <= SHOWN) return text;
@@ -27,18 +27,18 @@ function update({ state: { store } }) {
       el("section", { class: "panel" }, table({
         caption: "Servers of the store", cards: true,
         columns: [{ name: "Address" }, { name: "Memory" }, { name: "Eviction" }, { name: "Persistence" }, { name: "Failing" }],
-        rows: store.servers.map((one) => [el("span", { class: "path", text: one.address || "it does not say" }),
-          one.used_bytes === null ? "not known" : `${bytes(one.used_bytes)} of ${bytes(one.limit_bytes)} (${percent(one.used_bytes, one.limit_bytes)})`,
-          one.policy || "not known", `append-only file ${one.appends === null ? "not known" : one.appends ? "on" : "off"}, snapshots ${one.save === null ? "not known" : one.save || "off"}`,
-          one.failing || "nothing"]),
+        rows: store.servers.map((server) => [el("span", { class: "path", text: server.address || "it does not say" }),
+          server.used_bytes === null ? "not known" : `${bytes(server.used_bytes)} of ${bytes(server.limit_bytes)} (${percent(server.used_bytes, server.limit_bytes)})`,
+          server.policy || "not known", `append-only file ${server.appends === null ? "not known" : server.appends ? "on" : "off"}, snapshots ${server.save === null ? "not known" : server.save || "off"}`,
+          server.failing || "nothing"]),
         empty: "No server answers.",
       })),
       el("section", { class: "panel" }, table({
         caption: "Routers, and the workers whose leases they hold", cards: true,
         columns: [{ name: "Router" }, { name: "Version" }, { name: "Leases", number: true }, { name: "Follows" }, { name: "Refuses", number: true }],
-        keys: store.routers.map((one) => one.token),
-        rows: store.routers.map((one) => [el("span", {}, el("code", { text: one.token }), one.is_this ? " (this one)" : ""), one.version,
-          count(one.follows.length), names(one.follows), count(one.refuses)]),
+        keys: store.routers.map((router) => router.token),
+        rows: store.routers.map((router) => [el("span", {}, el("code", { text: router.token }), router.is_this ? " (this one)" : ""), router.version,
+          count(router.follows.length), names(router.follows), count(router.refuses)]),
         empty: "No router has said that it lives.",
       }), store.unfollowed.length ? el("div", { class: "notice warning" }, "No router follows these workers, so their blocks earn no credit: ", names(store.unfollowed)) : null));
   }

@@ -72,7 +72,7 @@ export function traceUrl(template, parts) {
   });
   return isWhole ? address : null;
 }
-export const route = (one) => (one.dp_rank ? `${one.worker_id}@${one.dp_rank}` : one.worker_id);
+export const route = (worker) => (worker.dp_rank ? `${worker.worker_id}@${worker.dp_rank}` : worker.worker_id);
 export const group = (idx) => (idx === null || idx === undefined ? "g-" : `g${idx}`);
 
 const NAMES = { cpu: "CPU" };

@@ -20,11 +20,11 @@ export const recoveries = ({ recovery }) => [["replay", recovery.replays], ["sna
 
 /** Returns the sentences about a worker, without those that only repeat another. */
 function reasons(worker) {
-  const kept = [];
+  const sentences = [];
   for (const text of [worker.reason, worker.predictions, worker.closed]) {
-    if (text && !kept.some((one) => text.includes(one) || one.includes(text))) kept.push(text);
+    if (text && !sentences.some((sentence) => text.includes(sentence) || sentence.includes(text))) sentences.push(text);
   }
-  return kept;
+  return sentences;
 }
 
 function trouble(worker, load) {
@@ -37,8 +37,8 @@ function trouble(worker, load) {
 
 /** Returns a worker's groups, each with its kind and its blocks by medium. */
 function groupsOf(worker) {
-  const groups = new Map((worker.catalog?.groups ?? []).map((one) =>
-    [group(one.group_idx), { name: group(one.group_idx), kind: one.kind.replaceAll("_", " "), media: new Map() }]));
+  const groups = new Map((worker.catalog?.groups ?? []).map((cacheGroup) =>
+    [group(cacheGroup.group_idx), { name: group(cacheGroup.group_idx), kind: cacheGroup.kind.replaceAll("_", " "), media: new Map() }]));
   for (const [place, blocks] of Object.entries(worker.residency)) {
     const [name, medium] = place.split(":");
     if (!groups.has(name)) groups.set(name, { name, kind: "", media: new Map() });
@@ -50,7 +50,7 @@ function groupsOf(worker) {
 
 function rowOf(worker, load) {
   const groups = groupsOf(worker);
-  const held = groups.reduce((sum, one) => sum + (one.media.get("GPU") ?? 0), 0);
+  const held = groups.reduce((sum, group) => sum + (group.media.get("GPU") ?? 0), 0);
   const capacity = worker.engine_cache?.blocks ?? null;
   const { prompt_tokens, delivered_tokens } = worker.reuse ?? {};
   return {
@@ -81,25 +81,25 @@ function sortById(list) {
 /** Returns a row for each rank of each worker of the chosen model, by id. Computed once for each answer of the router. */
 export function workerRows(state) {
   if (isChanged(state.workers, state.loads, state.model)) {
-    const loads = new Map(state.loads.flatMap((model) => model.loads.map((one) => [`${model.model_name}/${route(one)}`, one])));
-    rows = sortById(state.workers.filter((one) => !state.model || one.model === state.model)
-      .map((one) => rowOf(one, loads.get(`${one.model}/${route(one)}`))));
+    const loads = new Map(state.loads.flatMap((model) => model.loads.map((load) => [`${model.model_name}/${route(load)}`, load])));
+    rows = sortById(state.workers.filter((worker) => !state.model || worker.model === state.model)
+      .map((worker) => rowOf(worker, loads.get(`${worker.model}/${route(worker)}`))));
   }
   return rows;
 }
 
 export const inTrouble = (list) => list.filter((row) => row.trouble >= DOUBTED);
 
-export const modelsOf = (state) => [...new Set(state.workers.map((one) => one.model))].sort(collator.compare);
+export const modelsOf = (state) => [...new Set(state.workers.map((worker) => worker.model))].sort(collator.compare);
 
 /** Returns how many workers there are in all, and how many take requests. The ranks of a worker count as one. */
 export function readiness(state) {
   const all = new Set();
   const takers = new Set();
-  for (const one of state.workers) {
-    const id = `${one.model}/${one.worker_id}`;
+  for (const worker of state.workers) {
+    const id = `${worker.model}/${worker.worker_id}`;
     all.add(id);
-    if (!one.closed && one.state !== "down") takers.add(id);
+    if (!worker.closed && worker.state !== "down") takers.add(id);
   }
   return { all: all.size, takers: takers.size };
 }
