@@ -82,7 +82,7 @@ NEVER = "not settled"
         (removals_lost, "wire_cut", (GHOSTS,)),
     ],
 )
-def test_a_defect_is_found_and_told(
+def test_a_defect_is_found_and_reported(
     defect: Apply, fault: str, seen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Ingest, "apply", defect)

@@ -240,7 +240,9 @@ class FollowLaws:
             await writer
             assert followed == {place: blocks for place, blocks in residency.items() if blocks}
 
-    async def test_a_trimmed_log_asks_for_a_reload_and_goes_on_after_it(self, world: World, store: IndexStore) -> None:
+    async def test_a_trimmed_log_asks_for_a_reload_and_continues_after_it(
+        self, world: World, store: IndexStore
+    ) -> None:
         worker = await world.owned(store)
         for seq in range(40):
             assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (seq,))]), ME) is APPLIED
@@ -327,7 +329,7 @@ class FollowLaws:
         assert isinstance(item, Reload)
         await follower.close()
 
-    async def test_a_cut_connection_is_told_and_loses_nothing(self, world: World, store: IndexStore) -> None:
+    async def test_a_cut_connection_is_reported_and_loses_nothing(self, world: World, store: IndexStore) -> None:
         worker = await world.owned(store)
         follower = LogFollower(store.servers, supervisor=supervisor(), rng=random.Random(1))
         follower.add(worker)

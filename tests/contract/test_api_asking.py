@@ -475,7 +475,7 @@ LONG_HASHES = [2**63 + n for n in range(40_000)]
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_long_body_is_asked_about_like_a_short_one(
+def test_a_long_body_is_answered_like_a_short_one(
     core: TinyCore, path: str, prompt: dict[str, Any], packed: bool
 ) -> None:
     content_type = "application/msgpack" if packed else "application/json"

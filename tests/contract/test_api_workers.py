@@ -291,7 +291,7 @@ def test_one_worker_has_the_rows_of_all_its_ranks_and_models(app: HttpApi) -> No
     assert call(app, "GET", "/workers/w0", query="dp_rank=x").status == 400
 
 
-def test_a_worker_that_its_source_drains_is_not_said_to_be_active(core: TinyCore, app: HttpApi) -> None:
+def test_a_worker_that_its_source_drains_is_not_shown_as_active(core: TinyCore, app: HttpApi) -> None:
     core.registered[W0] = Registration(worker=W0, url="http://h:1", source="kubernetes", retiring=True)
     answer = call(app, "PATCH", "/workers/w0", {"state": "active"})
     assert (answer.status, answer.error["code"]) == (409, "kept_by_source")

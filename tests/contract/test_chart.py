@@ -182,7 +182,7 @@ def test_a_router_of_the_chart_answers_to_all_that_its_objects_call_it() -> None
             assert policy.host_problem(host.encode()) is not None, host
 
 
-def test_the_role_allows_what_is_asked_and_no_more() -> None:
+def test_the_role_allows_what_is_used_and_no_more() -> None:
     objects = rendered("everything")
     role, binding, account = (one(objects, kind) for kind in ("Role", "RoleBinding", "ServiceAccount"))
     assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
@@ -277,7 +277,7 @@ def test_alerts_and_dashboard_are_the_files_themselves() -> None:
     assert one(objects, "PrometheusRule")["spec"] == yaml.safe_load(alerts)
 
 
-def test_the_key_is_asked_for_where_it_is_set() -> None:
+def test_a_key_is_required_where_it_is_set() -> None:
     (endpoint,) = one(rendered("everything"), "ServiceMonitor")["spec"]["endpoints"]
     assert endpoint["authorization"]["credentials"] == {"name": "keys", "key": "api-key"}
     (open_endpoint,) = one(rendered("vllm"), "ServiceMonitor")["spec"]["endpoints"]

@@ -173,7 +173,7 @@ def test_a_router_that_hangs_is_not_waited_for_again(make: Make) -> None:
         assert sent(router) == ["POST /v1/query"]
 
 
-def test_a_lost_answer_is_asked_for_again_where_that_changes_nothing(make: Make) -> None:
+def test_a_lost_answer_is_requested_again_where_that_changes_nothing(make: Make) -> None:
     for method, body, good in (
         ("query", QUERY, ANSWER),
         ("select", SELECT, choice("s")),
@@ -247,7 +247,7 @@ def test_the_error_of_a_gateway_has_no_code_and_shows_what_came(make: Make) -> N
     assert raised.value.code == "" and "upstream connect error" in str(raised.value) and len(str(raised.value)) < 400
 
 
-def test_a_refusal_that_says_when_is_asked_again_and_no_other(make: Make) -> None:
+def test_only_a_refusal_that_says_when_to_retry_is_retried(make: Make) -> None:
     busy = error("503 Service Unavailable", "saturated", "retry-after: 0")
     with ScriptedEngine(in_turn(busy, busy, chosen)) as router:
         body = SelectBody(model="m", token_ids=[1], selection_id="s")

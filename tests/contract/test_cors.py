@@ -169,7 +169,7 @@ def test_streams_and_errors_of_engines_have_them(script: Script) -> None:
         assert headers["access-control-allow-origin"] == APP
 
 
-def test_an_engine_that_is_gone_is_told_to_the_page() -> None:
+def test_the_page_shows_an_engine_that_is_gone() -> None:
     with fleet(OK, cors_origins=(APP,)) as (router, engine):
         engine.__exit__()
         status, headers = sent(router, "POST", CHAT, RAW, origin=APP)

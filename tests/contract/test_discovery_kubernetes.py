@@ -130,7 +130,7 @@ async def test_a_watch_continues_from_a_bookmark(tmp_path: Path) -> None:
         assert sum("watch" not in parameters for parameters in watched.cluster.asked) == 1
 
 
-async def test_a_watch_that_is_cut_or_ends_goes_on_where_it_was(
+async def test_a_watch_that_is_cut_or_ends_continues_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster_api, "WATCH_S", (1, 1))

@@ -117,7 +117,7 @@ async def test_routers_with_lists_of_their_own_keep_both(url: str) -> None:
         await left.owners_are(a=STATIC)
 
 
-async def test_routers_that_are_told_otherwise_do_not_write_in_turns(url: str) -> None:
+async def test_routers_with_different_sources_do_not_write_in_turns(url: str) -> None:
     first, second = Listed(FILE, A), Listed(FILE, "a=http://127.0.0.1:7")
     async with routing(url, first) as left, routing(url, second) as right:
         async with asyncio.timeout(TIMEOUT_S):
@@ -194,7 +194,7 @@ async def test_a_client_may_drop_what_no_living_router_sees(url: str) -> None:
         await router.owners_stay()
 
 
-async def test_a_forbidden_address_is_neither_registered_nor_asked(url: str) -> None:
+async def test_a_forbidden_address_is_neither_registered_nor_queried(url: str) -> None:
     engine = EngineHttp()
     source = Listed(FILE, "b=http://10.1.2.3:1")
     source.shown = [candidate_of(listed_worker(f"a={engine.url}"), FILE)]

@@ -170,7 +170,7 @@ async def test_a_killed_server_comes_back_with_its_data(server: EmbeddedStore) -
     assert await registrations(server) == {WORKER: b"kept"}
 
 
-async def test_a_follower_is_told_when_the_server_came_back_without_its_last_entries(
+async def test_a_follower_learns_that_the_server_came_back_without_its_last_entries(
     server: EmbeddedStore, tmp_path: Path
 ) -> None:
     store = await IndexStore.open(server.url)

@@ -271,7 +271,7 @@ async def test_only_entries_ahead_of_redis_clock_count_as_lost(store_url: str, r
             assert registry.get_sample_value("kvrouter_history_entries_lost_total", {"reason": "time"}) == 1
 
 
-async def test_a_stop_follows_all_prompts_and_other_tasks_go_on(
+async def test_a_stop_follows_all_prompts_and_other_tasks_continue(
     store_url: str, raw: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Each prompt takes a turn.

@@ -124,7 +124,7 @@ async def test_writes_that_the_store_lost_are_noticed_though_its_last_reply_come
         await kept
 
 
-async def test_a_worker_is_taken_when_its_router_renews_no_more_and_lost_once_it_goes_on(held: Held) -> None:
+async def test_a_worker_is_taken_when_its_router_renews_no_more_and_lost_once_it_continues(held: Held) -> None:
     holder, rival, raw, renewing = held
     taking = asyncio.ensure_future(rival.take())
     await asyncio.sleep(3 * TTL_S)

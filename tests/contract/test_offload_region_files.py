@@ -185,7 +185,7 @@ def test_a_view_held_after_closing_does_not_keep_the_file_from_its_last_user(pat
     assert len(view) == 8_192
 
 
-def test_a_file_that_goes_between_opening_and_locking_is_made_anew(path: Path) -> None:
+def test_a_file_that_goes_between_opening_and_locking_is_made_again(path: Path) -> None:
     with path.open("wb") as file:
         # Lock the file as a process does that removes a stale file.
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -264,7 +264,7 @@ def test_a_link_in_the_place_of_the_file_is_not_followed(path: Path) -> None:
     assert not target.exists()
 
 
-def test_users_that_disagree_about_the_size_are_told_both_numbers(path: Path, users: list[User]) -> None:
+def test_users_that_disagree_about_the_size_get_an_error_with_both_numbers(path: Path, users: list[User]) -> None:
     with pytest.raises(
         ValueError, match=rf"has {SLOTS * 8_192} bytes, {(SLOTS + 1) * 8_192} were expected: .*engine_id"
     ):
@@ -272,7 +272,7 @@ def test_users_that_disagree_about_the_size_are_told_both_numbers(path: Path, us
     assert users[0].ask("write 0 0 fine") == "fine"
 
 
-def test_too_little_room_is_told_before_anything_is_taken_with_both_numbers(path: Path) -> None:
+def test_too_little_room_is_an_error_with_both_numbers_before_anything_is_taken(path: Path) -> None:
     free = os.statvfs(path.parent).f_bavail * os.statvfs(path.parent).f_frsize
     slots = 2 * free // 8_192
     with pytest.raises(OSError, match=rf"wants {slots * 8_192} bytes in {re.escape(str(path.parent))}") as failure:

@@ -44,7 +44,7 @@ def test_a_body_and_its_answer_pass_unchanged(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(PATHS - AUDIO))
-def test_json_goes_on_as_json_whatever_it_is_called(path: str) -> None:
+def test_json_continues_as_json_whatever_it_is_called(path: str) -> None:
     body = b'{"model": "m"}'
     other = "application/x-www-form-urlencoded"
     with ScriptedEngine(plain(b"{}")) as engine, proxying(worker("w0", engine.url)) as router:

@@ -41,6 +41,6 @@ def test_the_cache_of_each_core_is_read(is_on: bool) -> None:
     assert VLLM.cache_in(page_of(config, [0, 1]), 1) == expected
 
 
-def test_what_is_not_known_yet_is_not_said() -> None:
+def test_what_is_not_known_yet_is_left_out() -> None:
     page = page_of(CacheConfig(block_size=16), [0])
     assert VLLM.cache_in(page, 0) == EngineCache(prefix_caching=True, block_size=16)

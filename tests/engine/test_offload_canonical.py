@@ -90,7 +90,7 @@ def test_vllms_classes_are_what_we_take() -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [None, N])
-def test_vllms_tensors_of_other_shapes_are_viewed_anew(num_blocks: int | None) -> None:
+def test_vllms_tensors_of_other_shapes_are_viewed_again(num_blocks: int | None) -> None:
     halves = torch.arange(N * 2 * 6, dtype=torch.int16).view(N, 2, 6)
     kernel = torch.arange(4 + N * 3 * 4, dtype=torch.int32)[4:].view(N * 3, 4)
     padded_rows = torch.zeros(N, 10, dtype=torch.bfloat16)[:, :7]

@@ -246,7 +246,7 @@ def test_the_interpreter_is_free_while_a_copy_runs(page_bytes: int, direction: s
 
 @on_cuda
 @pytest.mark.parametrize("device", ["cuda", "cuda, not pinned"])
-def test_a_copy_waits_for_what_the_device_was_told_before_and_for_nothing_after(device: str) -> None:
+def test_a_copy_waits_for_earlier_work_of_the_device_and_for_no_later_work(device: str) -> None:
     """Submit device work before and after a copy, and check that the copy waits for the earlier work alone.
 
     A store copies the bytes that the engine had computed when it submitted, and earlier work does not write over loaded

@@ -164,7 +164,7 @@ def test_with_two_lanes_a_load_does_not_wait_for_a_store(start: Start) -> None:
     assert sorted(numbers(transfers.finished())) == [(1, True, 10), (2, True, 20)]
 
 
-def test_a_failed_copy_is_a_result_and_the_next_one_goes_on(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_copy_is_a_result_and_the_next_one_continues(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     gate = Gate()
     gate.failing = {2}
     gate.let(3)

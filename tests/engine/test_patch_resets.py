@@ -137,7 +137,7 @@ def test_the_engines_topic_tells_it_later_and_ours_not_again(oracle: WatchedOrac
     oracle.verify()
 
 
-def test_what_was_stored_and_not_told_before_a_reset_is_not_told_after_it(
+def test_what_was_stored_and_not_reported_before_a_reset_is_not_reported_after_it(
     records: Records, model: Path, seed: int
 ) -> None:
     """Reset between the scheduling of a step and its end, when the pool holds events that are in no batch yet."""

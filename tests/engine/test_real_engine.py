@@ -54,7 +54,7 @@ def prompts(rng: Random) -> Iterator[tuple[tuple[int, ...], str | None]]:
         yield token_ids, salt
 
 
-def test_a_real_engine_reuses_what_the_router_said(
+def test_a_real_engine_reuses_what_the_router_predicted(
     engine: EngineProcess,
     router: RouterProcess,
     seed: int,

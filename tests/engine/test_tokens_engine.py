@@ -149,7 +149,7 @@ def wait_for_adapter(router: RouterProcess) -> None:
 
 
 @pytest.mark.parametrize("here", [False, True], ids=["asked", "made here"])
-def test_conversations_reuse_what_the_router_said(
+def test_conversations_reuse_what_the_router_predicted(
     server: ChatServer,
     model: Path,
     here: bool,

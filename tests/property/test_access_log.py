@@ -118,7 +118,7 @@ def test_a_wrong_list_is_an_error_with_its_line(tmp_path: Path, old: str, new: s
         read_trace(path, "access")
 
 
-def test_what_is_not_known_is_left_out_and_said(tmp_path: Path) -> None:
+def test_what_is_not_known_is_left_out_and_named(tmp_path: Path) -> None:
     path = logged([np.arange(10)], tmp_path, known=False)
     with pytest.raises(TraceError, match="no requests"):
         read_trace(path, "access")

@@ -157,7 +157,7 @@ def one(source: str, url: str = "http://h:1", **changes: object) -> Registration
     return msgspec.structs.replace(registration(("a", 0), source, url), **changes)
 
 
-def test_what_a_client_said_of_it_stays_while_it_is_the_same_engine() -> None:
+def test_what_a_client_registered_stays_while_it_is_the_same_engine() -> None:
     registered = one(FILE, draining=True)
     same = plan(FILE, [one(FILE)], (), [registered], asserted={}, claimed=())
     assert not same.register and not same.withdraw
@@ -173,7 +173,7 @@ def test_a_pod_that_takes_no_request_is_of_interest_only_if_it_is_known() -> Non
     assert plan(KUBERNETES, [leaving], [("a", 0)], [one(KUBERNETES)], asserted={}, claimed=()).register == [leaving]
 
 
-def test_two_routers_that_were_told_otherwise_do_not_write_in_turns() -> None:
+def test_two_routers_with_different_registrations_do_not_write_in_turns() -> None:
     mine, theirs = one(FILE, "http://h:1"), one(FILE, "http://h:2")
     first = plan(FILE, [mine], (), [theirs], asserted={}, claimed=[("a", 0)])
     assert first.register == [mine], "who says something new is heard"

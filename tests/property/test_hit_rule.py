@@ -137,7 +137,7 @@ def test_every_group_alone_covers_at_least_the_hit(seed: int) -> None:
 
 @settings(max_examples=examples(200))
 @given(seed=st.integers(0, 2**32))
-def test_hashes_past_what_is_resident_need_not_be_asked_for(seed: int) -> None:
+def test_hashes_past_what_is_resident_need_not_be_queried(seed: int) -> None:
     """Hash only part of a prompt whose later blocks no worker holds, and compare the hit with that of all hashes."""
     draw = random.Random(seed)
     groups = make_groups(draw)

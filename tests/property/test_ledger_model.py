@@ -64,7 +64,7 @@ def test_ledger_equals_counters(script: list[list[ReportEvent]], merge_at: int) 
 
 
 @given(scripts, st.integers(1, 12))
-def test_a_bounded_ledger_equals_what_its_readers_were_told(script: list[list[ReportEvent]], max_blocks: int) -> None:
+def test_a_bounded_ledger_equals_what_its_readers_received(script: list[list[ReportEvent]], max_blocks: int) -> None:
     ledger = Ledger(max_blocks)
     reader: Copies = Counter()
     truth: Copies = Counter()

@@ -147,7 +147,7 @@ def words(reason: str) -> str:
     return re.sub(r"[0-9][0-9,.]*", "N", re.sub(r"\b(vllm|sglang)\b", "W", reason))
 
 
-def test_each_engine_reuses_what_was_said(fleet: Fleet, seed: int) -> None:
+def test_each_engine_reuses_what_was_predicted(fleet: Fleet, seed: int) -> None:
     rng = Random(seed)
     hits: Counter[str] = Counter()
     wrong: list[Any] = []

@@ -132,7 +132,7 @@ def test_a_plain_client_gets_nothing_from_an_encrypted_patch(context: Context, e
         engine.reporter.close()
 
 
-def test_a_key_file_that_is_none_is_told_without_its_content(tmp_path: Path) -> None:
+def test_a_file_that_is_no_key_file_is_reported_without_its_content(tmp_path: Path) -> None:
     file = tmp_path / "key"
     _, secret = zmq.curve_keypair()
     file.write_bytes(secret + b"\n")

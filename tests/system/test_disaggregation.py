@@ -155,7 +155,7 @@ def test_a_prefill_worker_that_dies_meanwhile_loses_no_request(pools: Pools) -> 
     assert d0.api.life.engine.prompt_tokens == 2 * LONG
 
 
-def test_another_prefill_worker_is_asked_where_the_first_cannot_be_reached(pools: Pools) -> None:
+def test_another_prefill_worker_gets_the_prompt_where_the_first_cannot_be_reached(pools: Pools) -> None:
     pools.add("p1")
     pools.add("d0")
     pools.occupy("d0", "p1")

@@ -50,7 +50,7 @@ def test_a_flood_keeps_nobody_waiting(blocks: int, router: RouterProcess, new_en
     router.unregister(name)
 
 
-def test_what_a_full_mirror_refuses_is_counted_and_told_and_the_rest_goes_on(
+def test_blocks_that_a_full_mirror_refuses_are_counted_and_reported_and_the_others_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_engine: NewEngine
 ) -> None:
     monkeypatch.setenv("KVROUTER_MIRROR_BUDGET_BYTES", str(SMALL_BUDGET))

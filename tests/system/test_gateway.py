@@ -312,7 +312,7 @@ def test_only_the_picker_says_where_a_request_goes(site: Site) -> None:
         assert post(envoy.port, completion([9] * 30), tricks)[1]["x-kvrouter-selection-id"] != "mine"
 
 
-def test_json_goes_on_as_json_whatever_it_is_called(site: Site) -> None:
+def test_json_continues_as_json_whatever_it_is_called(site: Site) -> None:
     for envoy in (site.duplex, site.held):
         post(envoy.port, completion([7] * 40), {"content-type": "application/x-www-form-urlencoded"})
 

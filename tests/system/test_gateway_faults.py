@@ -281,7 +281,7 @@ def test_fail_open_loses_no_request_when_the_picker_is_killed(tmp_path: Path) ->
         assert picked > 0 and set(statuses) == {200}, statuses
 
 
-def test_fail_open_goes_on_without_a_picker_that_is_slow(tmp_path: Path) -> None:
+def test_fail_open_continues_without_a_picker_that_is_slow(tmp_path: Path) -> None:
     with stage(tmp_path, [answers, answers]) as site:
         envoy = site.envoy(OVERRIDE_HOST, processing=BUFFERED, failure_mode_allow=True, message_timeout="0.3s")
         assert "x-kvrouter-worker" in post(envoy.port)[1]
@@ -380,7 +380,7 @@ def test_a_stream_under_way_outlives_the_end_of_the_picker(tmp_path: Path) -> No
         connection.close()
 
 
-def test_a_stream_that_outlasts_the_picker_goes_on_without_it(tmp_path: Path) -> None:
+def test_a_stream_that_outlasts_the_picker_continues_without_it(tmp_path: Path) -> None:
     release = threading.Event()
 
     async def steady(asked: Asked, wire: Wire) -> None:
@@ -502,7 +502,7 @@ def test_a_prompt_is_handed_over_through_the_body(pools: tuple[Pools, EnvoyProce
     until(lambda: all(requests == 0 for _, requests in site.loads().values()), "no reservation is left")
 
 
-def test_a_sidecar_is_told_the_prefill_worker_by_header(pools: tuple[Pools, EnvoyProcess]) -> None:
+def test_a_header_names_the_prefill_worker_to_a_sidecar(pools: tuple[Pools, EnvoyProcess]) -> None:
     site, envoy = pools
     engine, prefill = ScriptedEngine(answers), ScriptedEngine(answers)
     site.script("p0", prefill)

@@ -150,7 +150,7 @@ def test_the_two_requests_say_what_vllm_wants(pools: Pools) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"n": 2}, {"echo": True}, {"max_tokens": 1}, {"kv_transfer_params": {"a": 1}}])
-def test_what_cannot_be_handed_over_goes_on_as_it_came(pools: Pools, fields: dict[str, Any]) -> None:
+def test_what_cannot_be_handed_over_continues_as_it_came(pools: Pools, fields: dict[str, Any]) -> None:
     prefill, decode = ScriptedEngine(plain(GIVES)), ScriptedEngine(plain(ANSWER))
     pools.script("p0", prefill)
     pools.script("d0", decode)
@@ -167,7 +167,7 @@ def test_what_cannot_be_handed_over_goes_on_as_it_came(pools: Pools, fields: dic
     pools.free("d0")
 
 
-def test_a_sidecar_is_told_where_the_prompt_is_to_be_computed(pools: Pools) -> None:
+def test_a_sidecar_learns_where_the_prompt_is_to_be_computed(pools: Pools) -> None:
     async def sidecar(asked: Asked, wire: Wire) -> None:
         """Answer as llm-d's sidecar does: with an error of its own if it gets nothing from the prefill worker."""
         fails = asked.target == COMPLETIONS and unreachable and asked.all("x-prefiller-host-port")

@@ -149,7 +149,7 @@ def test_the_minutes_of_a_day_equal_the_counters_of_all_processes(tmp_path: Path
             wait_equal((one, two), counters(one, two), "24h", MINUTE_S + SHOWN_S)
 
 
-def test_the_history_goes_on_without_redis_and_catches_up(tmp_path: Path) -> None:
+def test_the_history_continues_without_redis_and_catches_up(tmp_path: Path) -> None:
     rng = Random(4)
     # The data survives the stop, as that of a server that keeps an append-only file.
     with (

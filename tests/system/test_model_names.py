@@ -87,7 +87,7 @@ def test_an_adapter_that_engines_list_is_a_model_of_those_who_have_it(
         router.unregister(f"w{number}")
 
 
-def test_one_engine_with_ranks_is_asked_rank_by_rank(
+def test_one_engine_with_ranks_is_queried_rank_by_rank(
     router: RouterProcess, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine], tmp_path: Path
 ) -> None:
     url = "http://127.0.0.1:9"

@@ -307,7 +307,7 @@ def test_a_page_that_nobody_sees_asks_for_nothing(tab: BrowserPage) -> None:
         page.evaluate(hide.format("false"))
 
 
-def test_the_key_is_asked_for_and_kept_for_the_session(chromium: Browser, tmp_path: Path) -> None:
+def test_the_page_asks_for_the_key_and_keeps_it_for_the_session(chromium: Browser, tmp_path: Path) -> None:
     with RouterProcess(tmp_path, ["--api-key", "correct-horse"]) as router:
         tab = BrowserPage(chromium, router.port)
         page = tab.page

@@ -88,7 +88,7 @@ def test_a_clear_of_one_medium_leaves_the_other(fresh: RouterProcess, engine: Pa
     assert (ask(fresh), ask(fresh, what="cpu")) == (0, 0)
 
 
-def test_a_new_life_of_the_patch_voids_and_loads_anew(fresh: RouterProcess, engine: PatchedEngine) -> None:
+def test_a_new_life_of_the_patch_voids_and_loads_again(fresh: RouterProcess, engine: PatchedEngine) -> None:
     engine.report(stores(CHAIN[:4]))
     register(fresh, engine)
     before = fresh.wait_row("w0", at(0))
@@ -140,7 +140,7 @@ def test_two_routers_follow_one_patch_at_once(fresh: RouterProcess, engine: Patc
             assert ask(router) == 112
 
 
-def test_a_restarted_router_goes_on_without_a_snapshot(engine: PatchedEngine, tmp_path: Path) -> None:
+def test_a_restarted_router_continues_without_a_snapshot(engine: PatchedEngine, tmp_path: Path) -> None:
     engine.report(stores(CHAIN[:7]))
     with RouterProcess(tmp_path) as first:
         register(first, engine)

@@ -108,7 +108,7 @@ def run(words: list[str], router: RouterProcess, folder: Path) -> str:
     return done.stdout
 
 
-def test_a_name_that_the_engine_does_not_serve_is_told_everywhere(
+def test_a_name_that_the_engine_does_not_serve_is_reported_everywhere(
     tmp_path: Path, replicas: list[ReplicaServer]
 ) -> None:
     arguments = [f"{word},model=wrong" if "=http" in word else word for word in serve_arguments(replicas)]

@@ -116,7 +116,7 @@ def test_an_url_where_nobody_ever_answered_says_nothing(
 
 
 @pytest.mark.parametrize("replay", [True, False])
-def test_a_restart_that_nothing_else_tells_is_told_by_the_start_time(
+def test_a_restart_that_nothing_else_shows_is_recognised_by_the_start_time(
     replay: bool, router: RouterProcess, worker: Callable[..., CutEngine], http: EngineHttp
 ) -> None:
     """Restart the process without losing a connection, so that the stream looks the same."""
@@ -130,7 +130,7 @@ def test_a_restart_that_nothing_else_tells_is_told_by_the_start_time(
     assert hit(router) == (192 if replay else 0)
 
 
-def test_a_new_life_that_goes_on_where_the_old_one_was_is_not_believed(
+def test_a_new_life_that_continues_where_the_old_one_was_is_not_believed(
     router: RouterProcess, worker: Callable[..., CutEngine], http: EngineHttp
 ) -> None:
     """Begin a new life at the seq that the router waits for, without a replay endpoint.
@@ -155,7 +155,7 @@ def test_a_new_life_that_goes_on_where_the_old_one_was_is_not_believed(
     assert hit(router) == 0
 
 
-def test_the_same_life_that_goes_on_is_believed_when_it_says_so(
+def test_the_same_life_that_continues_is_believed_when_it_says_so(
     router: RouterProcess, worker: Callable[..., CutEngine], http: EngineHttp
 ) -> None:
     engine = worker(False, http.url)

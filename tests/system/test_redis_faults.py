@@ -81,7 +81,7 @@ def test_routers_recover_from_a_restart_of_redis_with_its_data(pair: Pair, serve
     recovered(pair, server, churn)
 
 
-def test_routers_write_the_index_anew_after_redis_lost_its_data(
+def test_routers_write_the_index_again_after_redis_lost_its_data(
     pair: Pair, server: StoreServer, churn: Churn, tmp_path: Path
 ) -> None:
     server.kill()
@@ -93,7 +93,7 @@ def test_routers_write_the_index_anew_after_redis_lost_its_data(
 
 
 @pytest.mark.parametrize("engines", ["busy", "silent"])
-def test_routers_write_the_index_anew_after_everything_was_deleted(
+def test_routers_write_the_index_again_after_everything_was_deleted(
     engines: str, pair: Pair, server: StoreServer, churn: Churn
 ) -> None:
     if engines == "silent":

@@ -139,7 +139,7 @@ def others_right(routers: Pair, churn: Churn) -> None:
     churn.ask("go")
 
 
-def test_a_bad_value_of_a_worker_that_is_followed_is_written_anew(
+def test_a_bad_value_of_a_worker_that_is_followed_is_written_again(
     pair: Pair, server: StoreServer, churn: Churn
 ) -> None:
     for kind, spoil in (HEADS | OTHERS).items():
@@ -280,7 +280,7 @@ def named(router: RouterProcess) -> bool:
     return any("no router writes" in line for line in router.request("GET", "/health")["reasons"])
 
 
-def test_a_bad_version_of_the_registry_is_begun_anew(pair: Pair, server: StoreServer, churn: Churn) -> None:
+def test_a_bad_version_of_the_registry_is_begun_again(pair: Pair, server: StoreServer, churn: Churn) -> None:
     one, two = pair
     events, replay = churn.endpoints[0]
     for number, spoil in enumerate((b"abc", b"1e3", None)):

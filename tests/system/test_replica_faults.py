@@ -144,7 +144,7 @@ def test_nobody_is_blamed_for_a_clients_mistakes(tmp_path: Path) -> None:
         assert ask(router.port, {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 1})[0] == 200
 
 
-def test_an_engine_with_another_address_is_asked_there_whether_it_lives(tmp_path: Path) -> None:
+def test_an_engine_with_another_address_is_probed_there(tmp_path: Path) -> None:
     with ExitStack() as stack:
         here, there = [stack.enter_context(ReplicaProcess(tmp_path / f"r{n}", REPLICA)) for n in range(2)]
         router = stack.enter_context(RouterProcess(tmp_path / "router", ["--health-interval-s", "0.1"]))

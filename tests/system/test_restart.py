@@ -190,7 +190,7 @@ def test_an_engine_that_restarted_meanwhile_is_void_before_it_speaks(tmp_path: P
         assert ask(router) == {"w0": 0} and ask(router, OTHER) == {"w0": 96}
 
 
-def test_a_new_life_at_the_old_seq_is_told_by_the_start_time_that_another_router_knew(
+def test_a_new_life_at_the_old_seq_is_recognised_by_the_start_time_that_another_router_knew(
     tmp_path: Path, new_engine: NewEngine
 ) -> None:
     """Restart the engine without a replay endpoint, so that its next seq is the one that is waited for."""

@@ -100,7 +100,7 @@ def start(environment: dict[str, str], *arguments: str, folder: Path) -> tuple[i
     return done.returncode, done.stdout + done.stderr
 
 
-def test_what_fails_at_the_start_is_told_without_secrets(tmp_path: Path, server: TlsRedis) -> None:
+def test_a_failure_at_the_start_is_reported_without_secrets(tmp_path: Path, server: TlsRedis) -> None:
     certificates(tmp_path / "other")
     port = server.port
     tls, secret = f"?ssl_ca_certs={server.authority}", f"router:{PASSWORD}"

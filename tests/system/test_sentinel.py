@@ -64,7 +64,7 @@ def recovered(pair: Pair, store: SentinelStore, churn: Churn) -> None:
 
 
 @pytest.mark.parametrize("fault", ["killed", "standing still"])
-def test_the_routers_go_on_with_the_promoted_replica(
+def test_the_routers_continue_with_the_promoted_replica(
     fault: str, pair: Pair, store: SentinelStore, churn: Churn
 ) -> None:
     if fault == "killed":
@@ -105,7 +105,7 @@ def test_a_promoted_replica_that_lacks_the_last_commits_gives_no_false_credit(
     recovered(pair, store, churn)
 
 
-def test_what_is_wrong_with_a_sentinel_url_is_said_without_passwords(store: SentinelStore) -> None:
+def test_the_error_of_a_wrong_sentinel_url_has_no_passwords(store: SentinelStore) -> None:
     async def refused(url: str) -> StoreError:
         with pytest.raises(StoreError) as raised:
             await IndexStore.open(url)

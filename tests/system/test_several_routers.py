@@ -53,7 +53,7 @@ def test_a_router_killed_is_taken_over_and_comes_back(
             assert "Traceback" not in router.log_tail()
 
 
-def test_a_router_stopped_for_longer_than_its_leases_changes_nothing_when_it_goes_on(
+def test_a_router_stopped_for_longer_than_its_leases_changes_nothing_when_it_continues(
     server: StoreServer, churn: Churn, pair: tuple[RouterProcess, RouterProcess]
 ) -> None:
     one, two = pair

@@ -70,7 +70,7 @@ class TestStart:
         assert live(cursor, 1) == [GapOpened(0, 1), FellBehind()]
         assert replay(cursor, 0, 1) == [*again(0), GapClosed(0, 1), *again(1), CaughtUp()]
 
-    def test_without_any_answer_the_live_stream_goes_on(self) -> None:
+    def test_without_any_answer_the_live_stream_continues(self) -> None:
         cursor = joined()
         live(cursor, 5)
         cursor.replay_overdue()

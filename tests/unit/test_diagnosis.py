@@ -302,7 +302,7 @@ def test_closed_ports_that_the_engine_names_otherwise_are_one_finding_with_the_r
     assert codes(snapshot(same, endpoints=closed)) == ["KV205", "KV205"]
 
 
-def test_a_worker_without_events_is_told_what_it_lacks_and_no_more() -> None:
+def test_the_finding_of_a_worker_without_events_names_what_it_lacks_and_no_more() -> None:
     def fix(**more: Any) -> str:
         silent: dict[str, Any] = {"events": None, "replay": None} | more.pop("given", {})
         (finding,) = findings(snapshot(worker(given=silent, is_silent=True, is_heard=False, **more)))
@@ -458,7 +458,7 @@ def test_the_explanation_of_differing_settings_names_all_that_are_compared() -> 
     assert named == {*AGREED, *AGREED_LISTS, *AGREED_SECRETS, "none_hash_seed"}
 
 
-def test_settings_that_must_agree_exist_and_no_secret_is_said() -> None:
+def test_settings_that_must_agree_exist_and_no_secret_is_shown() -> None:
     names = {*AGREED, *AGREED_LISTS, *AGREED_SECRETS, "none_hash_seed"}
     assert names <= set(FIELDS)
     config = Config(api_key="hidden-key", worker_api_key="hidden-too", none_hash_seed="hidden-seed")

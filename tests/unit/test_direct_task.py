@@ -54,7 +54,7 @@ def in_callback(test: Callable[[asyncio.AbstractEventLoop], Awaitable[None] | No
     asyncio.run(main())
 
 
-def test_it_begins_at_once_and_goes_on_within_the_signal() -> None:
+def test_it_begins_at_once_and_continues_within_the_signal() -> None:
     def test(loop: asyncio.AbstractEventLoop) -> None:
         signal: Signal[int] = Signal()
         received: list[int] = []

@@ -76,7 +76,7 @@ def test_a_replay_endpoint_is_bound_so_a_name_in_it_is_the_engines() -> None:
     assert lost is not None and lost[0].replay is None and "cannot be reached" in lost[0].note
 
 
-def test_an_engine_without_events_is_told_how_to_have_them() -> None:
+def test_the_finding_of_an_engine_without_events_says_how_to_have_them() -> None:
     for answer in (told(), told(r0=config(enable_kv_cache_events=False)), told(r0=config(publisher="null"))):
         assert answer.streams == {} and "--kv-events-config" in answer.problem and not answer.silent
 

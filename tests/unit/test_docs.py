@@ -209,7 +209,7 @@ def test_troubleshooting_leads_to_every_code_of_the_doctor() -> None:
     assert not [code for code in codes if f"[{code}](doctor.md#{code.lower()})" not in text], "add it to the page"
 
 
-def test_flags_that_others_users_are_told_of_exist() -> None:
+def test_flags_that_the_docs_name_for_other_programs_exist() -> None:
     reference = (ROOT / "docs/reference/settings.md").read_text() + (ROOT / "docs/reference/cli.md").read_text()
     rows = re.findall(r"^\| `[^|]+ \| ([^|]+) \|$", (ROOT / "docs/how-to/migration.md").read_text(), re.MULTILINE)
     flags = {flag for row in rows for flag in re.findall(r"--[a-z][a-z-]+", row)}

@@ -299,7 +299,7 @@ class TestTolerance:
         assert ([broken.tag for broken in batch.broken], len(batch.events)) == (["BlockStored"], 1)
 
     @pytest.mark.parametrize("tokens", [["x"], "x", [1 << 63], [-1.5], {"a": 1}])
-    def test_bad_tokens_break_the_event_only_when_asked_for(self, tokens: Any) -> None:
+    def test_bad_tokens_break_the_event_only_where_tokens_are_read(self, tokens: Any) -> None:
         payload = pack([1.0, [{"type": "BlockStored", "block_hashes": [BIG], "token_ids": tokens}]])
         assert len(decode(payload).events) == 1
         assert [broken.tag for broken in decode(payload, with_tokens=True).broken] == ["BlockStored"]

@@ -91,7 +91,7 @@ def sent(route: Route | None = None, modes: Modes | None = None) -> ProcessStrea
     return stream
 
 
-def test_nothing_goes_on_before_the_request_is_whole() -> None:
+def test_nothing_continues_before_the_request_is_whole() -> None:
     stream = ProcessStream(1_000)
     assert stream.receive(headers()) == stream.receive(body(b"ab")) == stream.receive(body(b"c")) == []
     assert stream.request is None
@@ -118,7 +118,7 @@ def test_a_routes_prefix_is_not_part_of_the_path(given: bytes, path: str) -> Non
     assert (request.path, request.url) == (path, path.encode() + b"?a=b")
 
 
-def test_pieces_go_on_as_they_came_behind_the_headers() -> None:
+def test_pieces_continue_as_they_came_behind_the_headers() -> None:
     stream = begun(headers(), body(b"ab"), body(b"c", ends=True))
     added = [(b"x", b"y")]
     assert stream.send_on(Route(ENDPOINT, added, (b"z",))) == [
@@ -152,7 +152,7 @@ def test_the_one_message_of_a_buffered_body_is_the_whole_body(ends: bool) -> Non
         stream.receive(body(b"d", ends=True))
 
 
-def test_trailers_without_a_body_go_on_behind_the_headers() -> None:
+def test_trailers_without_a_body_continue_behind_the_headers() -> None:
     for modes, expected in (
         (None, [HeadersReply(Part.REQUEST_HEADERS, endpoint=ENDPOINT), TrailersReply(Part.REQUEST_TRAILERS)]),
         (Modes(BodyMode.BUFFERED, BodyMode.STREAMED), [TrailersReply(Part.REQUEST_TRAILERS)]),
@@ -171,7 +171,7 @@ def test_the_one_message_of_a_buffered_answer_ends_it() -> None:
     assert follower.told == [(200, None), b"one", "whole"]
 
 
-def test_trailers_behind_an_ended_body_go_on() -> None:
+def test_trailers_behind_an_ended_body_continue() -> None:
     assert sent().receive(Incoming(Part.REQUEST_TRAILERS)) == [TrailersReply(Part.REQUEST_TRAILERS)]
 
 
@@ -244,7 +244,7 @@ def test_a_body_that_will_be_over_the_limit_is_refused_before_it_comes(mode: Bod
             ProcessStream(4).receive(message)
 
 
-def test_every_piece_of_an_answer_goes_on_at_once_and_is_followed() -> None:
+def test_every_piece_of_an_answer_continues_at_once_and_is_followed() -> None:
     follower = Follower()
     stream = sent(Route(ENDPOINT, observer=follower))
     head = Incoming(Part.RESPONSE_HEADERS, [*STATUS, (b"x-kvrouter-trick", b"1")], served="10.0.0.2:8000")

@@ -234,7 +234,7 @@ def test_each_known_scheme_is_distinguished_from_all_others(scheme: HashScheme) 
     assert verdict(scheme, [other for other in every if other != scheme]) == SchemeUnexplained(plain=True)
 
 
-def test_a_salt_that_equals_the_lora_name_is_told_apart() -> None:
+def test_a_salt_that_equals_the_lora_name_is_distinguished_from_it() -> None:
     hashed: ExtraKeys = (("lora", "x", "/p"), ("cache_salt", "x"))
     fields = {"extra_keys_untagged": ["x", "x"], "lora_name": "x", "lora_paths": {"x": "/p"}}
     assert verdict(DEFAULT, [DEFAULT], hashed=hashed, **fields) == SchemeVerified(DEFAULT, 16)

@@ -88,7 +88,7 @@ def test_clearing_one_medium_leaves_the_other() -> None:
     assert ingest.held.blocks.counts() == {"g0:CPU": 1, "g0:GPU": 0}
 
 
-def test_a_lost_gap_voids_and_learns_anew() -> None:
+def test_a_lost_gap_voids_and_learns_again() -> None:
     ingest = feed(live(), batch(0, stored([1])))
     epoch_before = ingest.held.epoch
     ingest.held.take()

@@ -155,7 +155,7 @@ def test_batches_of_another_rank_are_never_credited() -> None:
     assert ingest.held.blocks.counts() == {"g0:GPU": 1}
 
 
-def test_a_rank_that_the_engine_names_later_has_its_stream_read_anew() -> None:
+def test_a_rank_that_the_engine_names_later_has_its_stream_read_again() -> None:
     ingest = live()
     ingest.allow_ranks(frozenset({0}))
     feed(ingest, ranked(0, 4, stored([1])))

@@ -153,7 +153,7 @@ def hello(epoch: str) -> Greeted:
     return Greeted(Hello(1, epoch, 1.0, 0, "tcp://127.0.0.1:3", 1.0))
 
 
-def test_a_new_epoch_of_the_patch_declares_anew() -> None:
+def test_a_new_epoch_of_the_patch_declares_again() -> None:
     ingest = make(url=URL)
     ingest.follow_reports()
     feed(ingest, hello("a"), declared(16), Connected(), snapshot("a", 4))

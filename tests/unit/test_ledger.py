@@ -39,7 +39,7 @@ def test_an_unknown_removal_changes_nothing() -> None:
     assert filled_ledger.places() == [PlaceSummary(0, "GPU", 1, 1, 7)]
 
 
-def test_places_are_told_apart() -> None:
+def test_places_are_distinguished() -> None:
     filled_ledger = ledger(
         stored([1]),
         stored([1], group_idx=None),

@@ -142,7 +142,7 @@ def test_a_worker_that_changes_hands_is_not_in_doubt(world: World) -> None:
         assert world.problem() is None
 
 
-def test_a_worker_that_two_say_they_follow_is_not_in_doubt_while_one_goes_on(world: World) -> None:
+def test_a_worker_that_two_say_they_follow_is_not_in_doubt_while_one_continues(world: World) -> None:
     for second in ([], [], ["w"], ["w"], *[[]] * 20):
         world.beat("one", ["w"])
         world.beat("two", second)

@@ -98,7 +98,7 @@ def test_a_claimed_folder_is_described_and_private(tmp_path: Path) -> None:
     claim(tmp_path / "new" / "root", identity(), "disk_path", LOG).release()
 
 
-def test_a_second_engine_is_told_who_is_there_and_what_to_do(tmp_path: Path) -> None:
+def test_a_second_engine_gets_an_error_that_names_the_first_and_the_fix(tmp_path: Path) -> None:
     folder = claim(tmp_path, identity(), "disk_path", LOG)
     with pytest.raises(FolderInUse) as error:
         claim(tmp_path, identity(), "disk_path", LOG)

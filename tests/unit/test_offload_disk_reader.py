@@ -208,7 +208,7 @@ def test_a_missing_folder_is_waited_for(desks: Callable[[], Desk], tmp_path: Pat
     assert desk.look() == [A] and desk.read(A)
 
 
-def test_a_recreated_folder_is_read_anew(desks: Callable[[], Desk], tmp_path: Path) -> None:
+def test_a_recreated_folder_is_read_again(desks: Callable[[], Desk], tmp_path: Path) -> None:
     first = Writer(tmp_path)
     first.store(A, B)
     desk = desks()

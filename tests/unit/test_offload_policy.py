@@ -99,7 +99,7 @@ class PolicyContract:
         policy.evictable_again(keys(1)[0])
         assert len(policy) == 7
 
-    def test_a_key_in_use_is_asked_about_once(self, policy: Policy) -> None:
+    def test_a_key_in_use_is_looked_up_once(self, policy: Policy) -> None:
         in_use = Counting(1, 2, 3, 4)
         policy.victims(1, in_use)
         before = in_use.asked

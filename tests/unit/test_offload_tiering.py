@@ -229,7 +229,7 @@ def test_a_request_without_disk_use_reads_nothing_from_disk() -> None:
     assert not disk.jobs
 
 
-def test_a_record_that_cannot_be_read_is_gone_and_the_request_goes_on() -> None:
+def test_a_record_that_cannot_be_read_is_gone_and_the_request_continues() -> None:
     disk = SlowDisk(*keys(1))
     tiers, wish = tiering(2, disk), PromotionRequest()
     tiers.take_changes()

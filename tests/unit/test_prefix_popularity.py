@@ -37,7 +37,7 @@ SHARED = [1] * 2 * PIECE
 
 
 @pytest.mark.parametrize("kind", [HASHED, IN_TOKENS])
-def test_prompts_that_go_on_differently_are_counted(kind: str) -> None:
+def test_prompts_that_continue_differently_are_counted(kind: str) -> None:
     popular = PrefixPopularity()
     first = [*SHARED, *[2] * PIECE]
     popular.placed(prompt_of(first, kind))

@@ -108,7 +108,7 @@ def test_refusals_of_one_client_do_not_blame_the_worker_alone(callers: list[int]
     assert doubt in difference.evidence and ("client" in difference.evidence) is bool(doubt)
 
 
-def test_the_client_of_an_answer_is_only_asked_for_if_it_is_refused() -> None:
+def test_the_client_of_an_answer_is_only_looked_up_if_it_is_refused() -> None:
     def caller() -> int:
         raise AssertionError("a number for the client costs time")
 

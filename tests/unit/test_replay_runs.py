@@ -85,7 +85,7 @@ def test_under_every_policy_a_lone_conversation_reuses_what_the_index_predicts(p
     assert run.summary().reused_share > 0.6
 
 
-def test_a_request_that_fits_no_replica_is_counted_and_the_others_go_on() -> None:
+def test_a_request_that_fits_no_replica_is_counted_and_the_others_continue() -> None:
     trace = small_trace((0.0, [1]), (1.0, list(range(1, 900))), (2.0, [1, 2]))
     for policy in NAMES:
         run = simulate(trace, shape(), policy, 1)

@@ -154,7 +154,7 @@ def test_a_client_that_does_not_read_delays_only_itself(context: Context, made: 
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_a_slow_reader_that_goes_on_gets_all_of_it(context: Context, made: Callable[..., Reporter]) -> None:
+def test_a_slow_reader_that_continues_gets_all_of_it(context: Context, made: Callable[..., Reporter]) -> None:
     reporter = made(requests="inproc://requests", reply_hwm=1)
     with Peer(context, reporter, hwm=1) as slow, Peer(context, reporter) as reading:
         filled(reporter, reading, 60)

@@ -107,7 +107,7 @@ def test_wide_ids_are_not_cut_to_narrow_ones() -> None:
     assert memory.hits == 0
 
 
-def test_segments_of_one_fingerprint_are_told_apart_by_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_of_one_fingerprint_are_distinguished_by_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_hasher, "xxh3_64_intdigest", lambda _: 0)
     memory = SegmentMemory(PLENTY)
     for ids in (np.arange(16), np.arange(16, 32), np.arange(16)):

@@ -181,7 +181,7 @@ def test_an_aborted_load_gives_its_blocks_back_when_it_ends() -> None:
     assert sim.pool.num_free == 8
 
 
-def test_a_pool_in_which_no_request_can_go_on_is_an_error() -> None:
+def test_a_pool_in_which_no_request_can_continue_is_an_error() -> None:
     batches: list[list[CacheEvent]] = []
     sim = Replica(gpt_oss(16, 32, None), 34, on_step=batches.append, chunk_tokens=16, cpu_chunks=200)
     fleet = ReplicaFleet([VirtualReplica(sim, TIMING)])

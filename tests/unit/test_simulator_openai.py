@@ -113,7 +113,7 @@ async def test_a_stream_says_what_the_whole_answer_says(client: Client) -> None:
     assert len({chunk["id"] for chunk in chunks}) == 1
 
 
-async def test_a_chat_streams_deltas_and_goes_on_where_it_ended(client: Client) -> None:
+async def test_a_chat_streams_deltas_and_continues_where_it_ended(client: Client) -> None:
     first, *pieces = await client.stream("/v1/chat/completions", {"messages": CHAT, "max_tokens": 40})
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert {chunk["object"] for chunk in pieces} == {"chat.completion.chunk"}

@@ -46,7 +46,7 @@ def test_a_prompt_takes_its_prefill_and_a_token_its_step() -> None:
     assert told(list(sim.advance())) == [(5.12, "first_token"), (5.144, "done")]
 
 
-def test_the_clock_advances_no_further_than_asked() -> None:
+def test_the_clock_advances_no_further_than_requested() -> None:
     sim = fleet()
     sim.submit(0, prompt(0, 100), 3, now_s=0.0)
     assert told(list(sim.advance(0.1201))) == [(0.12, "first_token")]

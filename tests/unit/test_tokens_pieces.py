@@ -123,7 +123,7 @@ class Counting:
         return getattr(self._tokenizer, name)
 
 
-def test_a_conversation_that_goes_on_is_not_encoded_again() -> None:
+def test_a_conversation_that_continues_is_not_encoded_again() -> None:
     counting = Counting(build_tokenizer())
     pieces = PieceCache(counting, TEMPLATE)  # type: ignore[arg-type]
     rng = Random(3)

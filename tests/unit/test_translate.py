@@ -293,7 +293,7 @@ def test_blocks_of_a_failed_transfer_were_never_held() -> None:
     same(translate_offloaded(events, GROUPS, lambda _: None), [ReportRemoved(pack([2]), 0, "CPU")])
 
 
-def test_stored_chunks_are_told_in_the_order_of_their_positions() -> None:
+def test_stored_chunks_are_reported_in_the_order_of_their_positions() -> None:
     chunks = {
         key(1): Chunk(48, 16, 32, None),
         key(2): Chunk(16, 16, None, None),
@@ -312,7 +312,7 @@ def test_stored_chunks_are_told_in_the_order_of_their_positions() -> None:
     )
 
 
-def test_a_group_that_nobody_declared_is_told_all_the_same() -> None:
+def test_a_group_that_nobody_declared_is_reported_all_the_same() -> None:
     same(translate_offloaded([raw([key(1, 9)])], {}, lambda _: None), [ReportStored(pack([1]), 9, "CPU")])
 
 

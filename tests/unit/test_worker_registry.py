@@ -107,7 +107,7 @@ def test_a_removed_worker_has_no_view_and_its_stream_is_handed_out(
     assert subscriber.take() == [[], (ONE, None)]
 
 
-def test_views_are_told_while_the_worker_is_registered(registry: WorkerRegistry, subscriber: Subscriber) -> None:
+def test_views_are_reported_while_the_worker_is_registered(registry: WorkerRegistry, subscriber: Subscriber) -> None:
     registry.view_changed(ONE)
     assert subscriber.take() == []
     registry.add(stream(ONE))
@@ -120,7 +120,7 @@ def test_views_are_told_while_the_worker_is_registered(registry: WorkerRegistry,
     assert subscriber.take() == []
 
 
-def test_another_life_is_told_before_its_view_and_once(registry: WorkerRegistry, subscriber: Subscriber) -> None:
+def test_another_life_is_reported_before_its_view_and_once(registry: WorkerRegistry, subscriber: Subscriber) -> None:
     registry.subscribe(life=subscriber.life)
     registry.add(registered := stream(ONE))
     registry.view_changed(ONE)
@@ -149,7 +149,7 @@ def test_a_subscriber_hears_only_its_subscriptions(registry: WorkerRegistry) -> 
     assert (to_members.take(), to_load.take()) == ([[ONE]], [(ONE, load)])
 
 
-def test_workers_left_out_are_told_when_they_change(registry: WorkerRegistry, subscriber: Subscriber) -> None:
+def test_workers_left_out_are_reported_when_they_change(registry: WorkerRegistry, subscriber: Subscriber) -> None:
     registry.leave_out({})
     assert subscriber.take() == []
     registry.leave_out({ONE: "no room"})

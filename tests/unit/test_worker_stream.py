@@ -63,7 +63,7 @@ def test_the_reason_of_a_worker_that_is_not_live_stays(stage: Stage) -> None:
     assert stage.stream.view.state is StreamState.CONNECTING and "no connection" in stage.stream.view.reason
 
 
-def test_a_reason_that_lasts_is_said_again_after_what_happened_is_over(stage: Stage) -> None:
+def test_a_lasting_reason_is_shown_again_once_an_incident_is_over(stage: Stage) -> None:
     stage.connect()
     stage.stream.set_image_problem("its image is being loaded")
     stage.now += 2 * INCIDENT_SHOWN_S
