@@ -111,7 +111,7 @@ def attaching(original: Callable[..., None], log: logging.Logger) -> Callable[..
                 watch_engine_core(tap)
         except Exception as error:
             if tap is None:
-                log.warning("kvrouter: unknown scheduler; nothing is reported of it", exc_info=True)
+                log.warning("kvrouter: this scheduler is not known, so nothing is reported about it", exc_info=True)
             else:
                 # The failure leaves unknown which places of this scheduler are watched, so nothing may be reported.
                 tap.features["reports"].off(f"unknown scheduler layout: {error!r}")

@@ -77,7 +77,7 @@ def position_of(
         return Position([], None)
     ends = sparse_ends(blocks, mask, first, stop, block_size)
     if len(ends) != count:
-        raise ValueError(f"an event with {count} hashes for {len(ends)} cached blocks")
+        raise ValueError(f"an event has {count} hashes for {len(ends)} cached blocks: expected as many")
     return Position(merge_runs(ends, block_size), hash_before(request, ends[0], block_size, hash_block_size))
 
 

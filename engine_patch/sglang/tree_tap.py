@@ -33,7 +33,7 @@ from kvrouter.events.vllm.messages import GPU
 BASE = "sglang.srt.mem_cache.unified_cache.components.base"
 
 OTHER_CORE = "start the engine with SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python"
-HOST_TIER_OF_RUST = f"the Rust core does not tell what leaves its host tier (HiCache); {OTHER_CORE}"
+HOST_TIER_OF_RUST = f"the Rust core does not report what leaves its host tier (HiCache); {OTHER_CORE}"
 
 # The effect of each feature's absence, by the feature's name, for the warning.
 FEATURES = {
@@ -70,7 +70,7 @@ class TreeTap:
             return f"{type(self._cache).__name__} is no UnifiedRadixCache"
         if not is_python_core(core):
             if not is_rust_core(core):
-                return f"{type(core).__name__} does not tell what it frees; {OTHER_CORE}"
+                return f"{type(core).__name__} does not report what it frees; {OTHER_CORE}"
             if core.enable_hicache:
                 return HOST_TIER_OF_RUST
             if core.total_size()[0]:

@@ -64,7 +64,8 @@ def read_report(payload: bytes) -> Events | Heartbeat | CatalogMessage | Unreada
     except DECODE_ERRORS as error:
         return _unreadable(error, payload, _REPORT_TYPES)
     if not 0 < len(message.epoch) <= MAX_EPOCH_CHARS:
-        return Unreadable(f"an epoch of {len(message.epoch)} characters", isinstance(message, Events))
+        reason = f"an epoch of {len(message.epoch)} characters: expected 1 to {MAX_EPOCH_CHARS}"
+        return Unreadable(reason, isinstance(message, Events))
     if isinstance(message, Events):
         for event in message.events:
             if not isinstance(event, ReportCleared) and len(event.hashes) % 8:
@@ -92,9 +93,9 @@ def read_answer(frames: list[bytes]) -> Hello | SnapshotPart | Refused | Unreada
         return _unreadable(error, payload, _REPLY_TYPES)
     if not isinstance(reply, Refused):
         if not 0 < len(reply.epoch) <= MAX_EPOCH_CHARS:
-            return Unreadable(f"an epoch of {len(reply.epoch)} characters")
+            return Unreadable(f"an epoch of {len(reply.epoch)} characters: expected 1 to {MAX_EPOCH_CHARS}")
         if not 0 <= reply.next_seq <= MAX_SEQ:
-            return Unreadable(f"an answer of seq {reply.next_seq}: no seq")
+            return Unreadable(f"an answer whose next seq is {reply.next_seq}: expected 0 to {MAX_SEQ}")
     if isinstance(reply, Hello) and len(payload) > MAX_CATALOG_BYTES:
         return Unreadable(f"a greeting of {len(payload)} bytes: expected at most {MAX_CATALOG_BYTES}")
     return reply

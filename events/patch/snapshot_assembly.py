@@ -61,11 +61,11 @@ class SnapshotAssembly:
             first = self._first = msgspec.structs.replace(part, hashes=b"", copied=[])
         elif (part.epoch, part.started_s, part.next_seq) != (first.epoch, first.started_s, first.next_seq):
             raise SnapshotError(
-                f"part {self.parts} is of seq {part.next_seq} of life {part.epoch}, "
-                f"the first one of seq {first.next_seq} of life {first.epoch}"
+                f"part {self.parts} belongs to seq {part.next_seq} of the engine's life {part.epoch}, "
+                f"and the first part to seq {first.next_seq} of life {first.epoch}"
             )
         if part.index != self.parts:
-            raise SnapshotError(f"part {part.index} came where {self.parts} was due")
+            raise SnapshotError(f"part {part.index} came, and part {self.parts} was expected")
         self.parts += 1
         if part.last:
             return self._finish(first, part)
@@ -79,15 +79,15 @@ class SnapshotAssembly:
             raise SnapshotError(f"part {part.index}: {error}") from error
         self._blocks += len(hashes)
         if not len(hashes):
-            raise SnapshotError(f"part {part.index} has no blocks and is not the last")
+            raise SnapshotError(f"part {part.index} has no blocks, and only the last part may have none")
         if self._blocks > self._max_blocks:
-            raise SnapshotError(f"more than {self._max_blocks} blocks")
+            raise SnapshotError(f"the snapshot has more than {self._max_blocks} blocks")
         extra = _extra_copies(part, hashes)
         key = (part.group_idx, part.medium, part.ownership, part.locality)
         place = self._places.get(key)
         if place is None:
             if len(self._places) == MAX_PLACES:
-                raise SnapshotError(f"more than {MAX_PLACES} places")
+                raise SnapshotError(f"the snapshot has more than {MAX_PLACES} places (group, medium, owner)")
             if any(isinstance(name, str) and len(name) > MAX_NAME_CHARS for name in key):
                 raise SnapshotError(f"part {part.index} has a name of more than {MAX_NAME_CHARS} characters")
             place = self._places[key] = _Place()
@@ -100,7 +100,7 @@ class SnapshotAssembly:
 
     def _finish(self, first: SnapshotPart, last: SnapshotPart) -> Snapshot:
         if last.hashes:
-            raise SnapshotError("the last part has blocks")
+            raise SnapshotError("the last part has blocks; it may only have the sums of the places")
         _compare({key: (place.blocks, place.copies, place.digest) for key, place in self._places.items()}, last.places)
         places = [
             SnapshotPlace(group_idx, medium, ownership, np.concatenate(place.hashes), place.copied, locality)
@@ -114,10 +114,12 @@ def _extra_copies(part: SnapshotPart, hashes: HashArray) -> int:
     if not part.copied:
         return 0
     if any(count < 2 or not 0 <= block_hash <= DIGEST_MASK for block_hash, count in part.copied):
-        raise SnapshotError(f"part {part.index} has copies that are no count, or of what is no hash")
+        raise SnapshotError(
+            f"part {part.index} has a count of copies below 2, or one for a number that is no block hash"
+        )
     copied = np.array([block_hash for block_hash, _ in part.copied], np.uint64)
     if len(np.unique(copied)) != len(copied) or not np.isin(copied, hashes).all():
-        raise SnapshotError(f"part {part.index} has copies of blocks that it lacks")
+        raise SnapshotError(f"part {part.index} counts copies of blocks that it does not list, or of one block twice")
     return sum(count - 1 for _, count in part.copied)
 
 
@@ -127,13 +129,13 @@ def _compare(received: dict[_Key, _Sum], summaries: list[PlaceSummary]) -> None:
     for place in summaries:
         key = (place.group_idx, place.medium, place.ownership, place.locality)
         if key in announced:
-            raise SnapshotError(f"place {key} is summed up twice")
+            raise SnapshotError(f"the last part has two sums of place {key}")
         announced[key] = (place.blocks, place.copies, place.digest)
     for key in announced.keys() | received.keys():
         # A place that was emptied has no part, and needs no sum.
         expected, actual = announced.get(key, (0, 0, 0)), received.get(key, (0, 0, 0))
         if expected != actual:
             raise SnapshotError(
-                f"place {key}: blocks, copies and digest are {actual[0]}, {actual[1]}, {actual[2]:016x}, "
-                f"announced were {expected[0]}, {expected[1]}, {expected[2]:016x}"
+                f"place {key}: the parts have blocks, copies and digest {actual[0]}, {actual[1]}, {actual[2]:016x}, "
+                f"and the last part announces {expected[0]}, {expected[1]}, {expected[2]:016x}"
             )

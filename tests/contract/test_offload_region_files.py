@@ -294,8 +294,8 @@ def test_a_file_has_all_of_its_memory_from_the_start(path: Path) -> None:
         (0, 8, 1, 0, "0 slots of 8 bytes .*cpu_bytes_to_use"),
         (1, 0, 1, 0, "1 slots of 0 bytes"),
         (1, 9, 2, 0, "9 bytes does not divide into 2 ranks"),
-        (1, 8, 2, 2, "rank 2 of 2"),
-        (1, 8, 2, -1, "rank -1 of 2"),
+        (1, 8, 2, 2, "rank 2 does not exist"),
+        (1, 8, 2, -1, "rank -1 does not exist"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(

@@ -45,7 +45,7 @@ RESETS_DIFFER = (
     "or start this one again if the model's weights are the same"
 )
 
-NO_HEADER = "its manifest has no header that can be believed"
+NO_HEADER = "the header of its manifest is missing or damaged"
 
 
 class _Job(NamedTuple):

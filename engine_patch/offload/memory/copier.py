@@ -127,7 +127,7 @@ def _copy(source: PageArray, chosen: IdArray, target: PageArray, places: IdArray
 def check_within(numbers: IdArray, count: int, what: str) -> None:
     """Raise IndexError for a number outside 0 to count - 1, because a negative one would be counted from the end."""
     if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < count:
-        raise IndexError(f"{what} {int(numbers.min())} to {int(numbers.max())} of {count}")
+        raise IndexError(f"{what} {int(numbers.min())} to {int(numbers.max())} are not all among 0 to {count - 1}")
 
 
 def check_fits(caches: CanonicalCaches, layout: SlotLayout, slots: torch.Tensor) -> None:

@@ -52,7 +52,7 @@ class Signal(Generic[T]):
         return self._result  # type: ignore[return-value]
 
     def wait(self, waiter: DirectTask) -> None:
-        """Register the task to resume."""
+        """Register the task that `set` and `fail` resume."""
         self._waiter = waiter
 
     def leave(self) -> None:

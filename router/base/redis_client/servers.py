@@ -47,9 +47,10 @@ class _Pool:
 
     @asynccontextmanager
     async def lend(self, *, urgent: bool = False) -> AsyncIterator[Connection]:
-        """Lend a connection. If the block raises, it is closed and not reused, because replies may be under way.
+        """Lend a connection for the block. A connection whose block raises is closed, because replies may be under way.
 
-        With `urgent`, the connection is lent beyond the limit, for the one request that must not wait for commits.
+        Args:
+            urgent: Whether to lend one even if the limit is reached, for the one request that must not wait for commits.
         """
         async with nullcontext() if urgent else self._free:
             connection = None

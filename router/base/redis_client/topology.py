@@ -75,7 +75,7 @@ class ClusterSlots(OneServer):
     async def learn(self) -> None:
         """Query the primaries and their slots from the nodes. Raises StoreUnavailable."""
         try:
-            # Not `client.initialize()`, which also queries all COMMANDs of the server; an ACL might not allow that.
+            # `client.initialize()` is not called, because it also sends COMMAND, which an ACL might not allow.
             await self._client.nodes_manager.initialize()
         except (RedisError, RedisClusterException) as error:
             raise StoreUnavailable(str(error)) from None

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reconciliation of the fleet with its sources: the async shell around `reconcile.py`.
 
-Every process that has sources does the same. Each step is idempotent, so the order of the processes does not matter.
+Every process that has sources reconciles the fleet with them. Each step may be repeated without effect, so it does not
+matter which process comes first.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ class Discovery:
                 await self.look()
             except StoreError as error:
                 # The contact with the store shows the error, and the next look does everything again.
-                log.debug("sources not compared", extra={"error": str(error)})
+                log.debug("sources not compared with the registrations", extra={"error": str(error)})
 
     async def look(self) -> None:
         """Compare all sources with the registered workers once, and register or drop workers accordingly."""

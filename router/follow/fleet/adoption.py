@@ -23,7 +23,8 @@ from kvrouter.router.index.store.schemas import Schemas
 
 log = logging.getLogger("kvrouter.fleet")
 
-# How late this router notices a worker that a router of the former schema registers. A look is three small commands.
+# The seconds between two looks for workers that a router of the former schema registers. A look is three small
+# commands.
 LOOK_S = 1.0
 # When to retry registrations that could not be taken over: a setting of another router, or the number of workers, may
 # have changed.

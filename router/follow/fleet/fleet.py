@@ -43,7 +43,7 @@ FOREIGN_LOOK_S = 1.0
 # The fields of a registration that a stream does not depend on.
 STREAMLESS_FIELDS = ("url", "engine_key", "lora_name", "draining", "retiring", "role", "handover", "source", "note")
 
-REPLACED = "it is registered again, and begins with nothing in a moment"
+REPLACED = "it is registered again, and its index begins empty in a moment"
 
 T = TypeVar("T")
 
@@ -133,7 +133,7 @@ class Fleet:
             except StoredValueError as error:
                 self._take_problems([str(error)])
             except StoreError as error:
-                log.debug("registry not read", extra={"error": str(error)})
+                log.debug("registrations not read from Redis", extra={"error": str(error)})
 
     async def _replace_foreign_keys(self) -> None:
         for _ in await self._store.common_keys.replace_foreign(self._registry.models()):
@@ -142,7 +142,10 @@ class Fleet:
     async def _restore_registry(self) -> None:
         """Write the known registrations back to a store that lost some of them."""
         registrations = {worker: msgspec.json.encode(stream.registration) for worker, stream in self._streams.items()}
-        log.warning("registry lost, written back", extra={"workers": len(registrations), "version": self._version})
+        log.warning(
+            "registrations lost by Redis and written back",
+            extra={"workers": len(registrations), "version": self._version},
+        )
         await self._store.registry.restore(registrations, self._version)
         self._metrics.registry_repairs.inc()
 
@@ -180,7 +183,9 @@ class Fleet:
                 continue
             if len(self._streams) >= self._max_workers:
                 log.warning("registered worker left out: raise max_workers", extra={"worker": worker})
-                left_out[worker] = f"it has {self._max_workers} workers, as many as it follows: raise max_workers"
+                left_out[worker] = (
+                    f"this router already follows {self._max_workers} workers, its limit: raise max_workers"
+                )
                 continue
             await self._begin(registration)
         await self._end_all(moved & self._streams.keys())

@@ -142,7 +142,7 @@ class Membership:
         return changed
 
     def _decode(self, fields: Mapping[bytes, bytes]) -> dict[str, Heartbeat]:
-        """Return the heartbeats by token, and count the values that are none."""
+        """Return the heartbeats by token, and count the values that are no heartbeats."""
         heartbeats: dict[str, Heartbeat] = {}
         garbage: dict[bytes, bytes] = {}
         for field, value in fields.items():
@@ -186,7 +186,7 @@ class Membership:
         self._followers[worker] = _Follower(router, hold.lease, now_s)
 
     def _claims(self, router: _Router, worker: str, now_s: float) -> bool:
-        """Return whether the router is heard and reports to follow the worker."""
+        """Return whether the router was heard lately and its heartbeat says that it follows the worker."""
         is_known = self._known.get(router.token) is router
         return is_known and worker in router.holds and now_s - router.heard_s <= HEARD_S
 

@@ -176,13 +176,15 @@ class MirrorSync:
 
     def _check_lead(self, worker: WorkerKey) -> None:
         if worker not in self._led:
-            raise RuntimeError(f"{worker} is not led here: its log in the store writes the mirror")
+            raise RuntimeError(
+                f"{worker} is not led here, so only its log in the store may change its part of the mirror"
+            )
 
     def take_image(self, image: WorkerImage) -> None:
         """Replace the worker's blocks in the mirror with those of its stored image, and follow its log from there."""
         worker = image.worker
         if worker in self._led:
-            raise RuntimeError(f"{worker} is led here: its stream writes the mirror")
+            raise RuntimeError(f"{worker} is led here, so only its stream may change its part of the mirror")
         self._moved.add(worker)
         self._reloads.pop(worker, None)
         self.mirror.begin_epoch(worker, image.epoch or "")
@@ -269,7 +271,7 @@ class MirrorSync:
             except Exception:
                 # A bug in the router costs this worker a reload, and affects no other worker.
                 self._metrics.internal_errors.labels("mirror").inc()
-                log.exception("entry not applied", extra={"worker": item.worker})
+                log.exception("log entry not applied to the mirror", extra={"worker": item.worker})
                 self._want_reload(item.worker, "an internal error kept its changes from being applied")
         elif isinstance(item, Reload):
             log.warning("reload", extra={"worker": item.worker, "reason": item.reason})

@@ -65,7 +65,7 @@ class StoreContact:
 
     @property
     def silence(self) -> str | None:
-        """A sentence that Redis does not answer, or refuses the heartbeats; None while it answers."""
+        """A sentence which says that Redis does not answer, or refuses the heartbeats; None while it answers."""
         if not (silent_s := self._silent_s):
             return None
         if self._refusal:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The path of one worker's changes into the store.
+"""The loop that writes one worker's changes into the store.
 
 This module decides when changes are written, and handles a store that is slow or away.
 """
@@ -189,7 +189,10 @@ class CommitLoop:
                 await self._write()
         except (LeaseLost, StoreError, TimeoutError) as error:
             worker = self._record.registration.worker
-            log.warning("last commit not written", extra={"worker": worker, "reason": str(error) or "Redis hangs"})
+            log.warning(
+                "last changes not written to Redis",
+                extra={"worker": worker, "reason": str(error) or "Redis does not answer"},
+            )
 
     async def _write(self) -> None:
         """Write everything that the store lacks now, and a checkpoint if the log after the last one is long."""

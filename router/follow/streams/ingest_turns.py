@@ -23,7 +23,7 @@ class IngestTurns:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def wait(self) -> None:
-        """Wait until there is time left, in the order of the calls."""
+        """Wait until this pass of the event loop has time left for a turn. Callers get their turns in the order of the calls."""
         while self._waiting or self._spent_s >= PASS_S:
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)

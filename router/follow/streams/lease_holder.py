@@ -212,7 +212,9 @@ class LeaseHolder:
             self._called.clear()
             if self._should_move():
                 self._metrics.leases_lost["handed_over"].inc()
-                raise HandedOver("each router process has its share, and this one is another's")
+                raise HandedOver(
+                    "router processes share the workers among themselves, and another process is to follow this one"
+                )
             try:
                 async with self._lock:
                     await self._confirm()

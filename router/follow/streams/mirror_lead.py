@@ -38,7 +38,7 @@ class MirrorSource(Protocol):
         """Begin an epoch of a led worker with the blocks that it holds already."""
 
     def rename_epoch(self, worker: WorkerKey, epoch: str) -> None:
-        """Give the epoch of a led worker another name, and keep its blocks."""
+        """Rename the epoch of a worker that the caller leads, and keep its blocks."""
         ...
 
     def change(self, worker: WorkerKey, changes: Sequence[ResidencyDelta]) -> None:
@@ -47,7 +47,7 @@ class MirrorSource(Protocol):
 
 
 class MirrorLead:
-    """One worker's changes on their way to the mirror and the store, while this process leads the worker's mirror."""
+    """The way of one worker's changes into the mirror and the store, while this process writes its part of the mirror."""
 
     def __init__(self, worker: WorkerKey, mirror: MirrorSource, *, max_blocks: int) -> None:
         """Begin with an empty backlog.

@@ -41,7 +41,7 @@ INCIDENT_SHOWN_S = 60.0
 
 
 class Shown(msgspec.Struct):
-    """The position up to which the mirror shows the worker."""
+    """The position in the worker's events up to which the mirror has them, and how late it has them."""
 
     # When the items that are being applied were received.
     received_s: float

@@ -408,7 +408,7 @@ class WorkerStream:
         record = self.record
         assert record.lead is not None
         if not record.lead.continues(record.ingest.held, *self._lease.written):
-            log.warning("rewritten from memory", extra={"worker": self.worker})
+            log.warning("index in Redis rewritten from memory", extra={"worker": self.worker})
             self.commits.rewrite()
 
     async def _rebuild(self) -> None:
@@ -423,7 +423,7 @@ class WorkerStream:
                 self.prepare(image, copies)
             except StoredValueError as error:
                 # An empty ingest opens a new epoch, which voids the stored values.
-                log.warning("stored values void", extra={"worker": self.worker, "reason": str(error)})
+                log.warning("stored index void: it cannot be read", extra={"worker": self.worker, "reason": str(error)})
                 self.prepare(WorkerImage.empty(self.worker), {})
                 record.ingest.begin_unreadable(str(error))
         lead = MirrorLead(self.worker, self._services.mirror, max_blocks=MAX_PENDING_BLOCKS)

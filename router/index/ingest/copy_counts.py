@@ -21,7 +21,8 @@ MAX_LOAD = 0.85
 MIN_HELD = 256
 MIN_COUNTED = 16
 
-# Counts stop here. The removals that follow then reach zero too early, which can only give too little credit.
+# The largest count. A block with more copies counts as this many, so its removals reach zero too early, which can only
+# give too little credit.
 MAX_COPIES = 65_535
 # The bound as the loops use it. Compiled, it is a C variable, which other modules could not import.
 _MOST = MAX_COPIES

@@ -18,7 +18,7 @@ class IngestCounters(msgspec.Struct):
     unknown: int = 0
     # Messages that were not of the form of a batch.
     malformed: int = 0
-    # Connections that were closed because they brought more than they may.
+    # Connections that were closed because more came over them than the limits of `flood_watch.py` allow.
     floods: int = 0
     gaps: int = 0
     missed_batches: int = 0

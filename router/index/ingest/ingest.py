@@ -99,7 +99,7 @@ class Ingest:
         copied: dict[Place, dict[int, int]] = {}
         for (place, block_hash), count in copies.items():
             if count < 2:
-                raise ValueError(f"{count} copies of a block of {place.text}")
+                raise ValueError(f"a block of {place.text} is stored with {count} copies: expected 2 or more")
             copied.setdefault(place, {})[block_hash] = count
         for place, hashes in places.items():
             counts = copied.get(place, {})

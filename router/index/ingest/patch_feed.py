@@ -50,10 +50,10 @@ class PatchFeed:
         self.wants_snapshot: str | None = None
 
     def begin(self, epoch: str | None) -> None:
-        """Start to take the items of the patch's topic.
+        """Start to follow the patch's topic.
 
         Args:
-            epoch: The life of the engine that answers there, None if not known.
+            epoch: The life of the engine whose patch answers, or None if it is not known.
         """
         self._contact.expired = self._patch.silent = False
         self._patch.withheld = self._patch.tiers_withheld = ""

@@ -282,7 +282,7 @@ class Runs:
         self._parts.append(hashes)
 
     def end(self) -> None:
-        """Count the blocks appended so far; call it before anything else touches the Residency."""
+        """Count the appended blocks into the Residency. Call it before anything else reads or changes the Residency."""
         if self._place is not None and self._parts:
             hashes = self._parts[0] if len(self._parts) == 1 else np.concatenate(self._parts)
             if self._stores:

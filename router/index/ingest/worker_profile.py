@@ -122,15 +122,15 @@ class Ranks(msgspec.Struct):
 class PatchContact(msgspec.Struct):
     """The engine's patch, as its reports and heartbeats show it."""
 
-    # The life of the engine whose reports gave the blocks held; None: they are from the engine's own topic.
+    # The life of the engine whose reports gave the blocks held, or None if they are from the engine's own topic.
     epoch: str | None = None
     # Whether its reports do not come, even if it answers requests.
     silent: bool = False
     greeting: Greeted | None = None
     last_heartbeat_s: float | None = None
-    # Why it no longer reports anything; empty: it does.
+    # Why the patch no longer reports anything, or "" if it does.
     withheld: str = ""
-    # Why it no longer reports the media beside the GPU; empty: it does.
+    # Why the patch no longer reports the media beside the GPU, or "" if it does.
     tiers_withheld: str = ""
 
     @property
@@ -282,7 +282,7 @@ class WorkerProfile:
         if sized or not offload.earning(places):
             return ""
         return (
-            "the chunk size of the offload tier is not on the wire: its blocks earn credit only where they show that a chunk "
+            "the events do not have the chunk size of the offload tier: its blocks earn credit only where they show that a chunk "
             "is one block; register a catalog with offload_blocks_per_chunk"
         )
 
@@ -432,5 +432,5 @@ class WorkerProfile:
 def _stored_number(field: str, meta: dict[str, bytes]) -> int:
     number = int(meta.get(field, b"0"))
     if not 0 <= number <= UINT64_MAX:
-        raise ValueError(f"{field} is {number}")
+        raise ValueError(f"{field} is {number}: expected 0 to {UINT64_MAX}")
     return number

@@ -99,7 +99,7 @@ class Mirror:
         self._void(worker)
         self.writes.of(worker.model).voided(worker)
         self.version += 1
-        # Slots come with the first blocks, so that a table without a free slot still knows the worker.
+        # A worker gets its slots with its first blocks, so the mirror knows it even while the table has no free slot.
         self._workers[worker] = WorkerSlots(epoch, [], {})
 
     def rename_epoch(self, worker: WorkerKey, epoch: str) -> None:
@@ -195,7 +195,10 @@ class Mirror:
             return self._free_slots.pop()
         slot = self._next_slot
         if slot == MAX_SLOTS:
-            raise MirrorFull(f"more than {MAX_SLOTS} worker slots: fewer workers, or wait until dead epochs are swept")
+            raise MirrorFull(
+                f"more than {MAX_SLOTS} worker slots are needed: register fewer workers, or wait until those "
+                "of ended epochs are free again"
+            )
         if slot == len(self._slot_records):
             table = self.table
             self._check_budget(table.slots.lines, table.record_capacity(), table.rows.capacity(), 2 * slot)

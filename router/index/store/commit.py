@@ -197,7 +197,12 @@ def head_fields(epoch: str, seq: int | None, commits: int, checkpoint: int, plac
 
 
 def next_fields(head: Head, seq: int | None) -> dict[str, bytes]:
-    """Return the fields of `head` that one more log entry changes, where `seq` is then the last committed seq."""
+    """Return the fields of `meta` that a further log entry changes, with their new values.
+
+    Args:
+        head: The fields before the entry.
+        seq: The last committed seq after it.
+    """
     fields = head_fields(head.epoch or "", seq, head.commits + 1, head.checkpoint, head.places_text)
     return {name: value for name, value in fields.items() if name not in _SET_BY_CHECKPOINTS}
 

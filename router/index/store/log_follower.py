@@ -90,7 +90,9 @@ class _Position:
         except (ValueError, KeyError, msgspec.MsgspecError) as error:
             return Reload(self.worker, f"an entry of the log cannot be read: {error!r}")
         if entry.commit != self.commits + 1:
-            reason = f"the log goes on with entry {entry.commit} after {self.commits}: trimmed, or rewritten"
+            reason = (
+                f"the log continues with entry {entry.commit} after entry {self.commits}: it was trimmed or rewritten"
+            )
             return Reload(self.worker, reason)
         self.log_id, self.commits = entry.id, entry.commit
         return entry

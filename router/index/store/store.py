@@ -164,7 +164,9 @@ class IndexStore:
         the log, so cut snapshots into commits of some 10,000. Raises ValueError if the commit holds no batch.
         """
         if commit.first_seq > commit.last_seq:
-            raise ValueError(f"seqs {commit.first_seq}..{commit.last_seq} are none: a commit holds at least one batch")
+            raise ValueError(
+                f"seqs {commit.first_seq}..{commit.last_seq} are no range: a commit holds at least one batch"
+            )
         fields = checked_meta(commit.meta)
         worker, epoch = commit.worker, commit.epoch
 

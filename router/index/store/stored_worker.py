@@ -80,7 +80,9 @@ async def load_image(transactions: Transactions, worker: WorkerKey) -> WorkerIma
                 tail_entries=tail.entries,
                 tail_blocks=tail.blocks,
             )
-        raise StoreUnavailable(f"{meta_key} kept changing its epoch or places while it was read")
+        raise StoreUnavailable(
+            f"{meta_key} kept changing its epoch or places while it was read: more than one router may write it"
+        )
 
     return await transactions.read(meta_key, read, "a key of its worker")
 
@@ -106,7 +108,7 @@ def _tail_of(worker: WorkerKey, head: Head, newest: _Entries) -> list[LogEntry]:
     numbers = [entry.commit for entry in entries]
     whole = len(numbers) == len(wanted) and all(number == due for number, due in zip(numbers, wanted, strict=True))
     if not whole or any(entry.epoch != head.epoch or entry.opened_epoch for entry in entries):
-        shown = f"{len(numbers)} entries from {min(numbers, default=None)} on, not {len(wanted)} from {wanted.start} on"
+        shown = f"{len(numbers)} entries from {min(numbers, default=None)} on: expected {len(wanted)} from {wanted.start} on"
         raise StoredValueError(keys.log(worker), "the end", shown)
     return entries
 

@@ -170,7 +170,7 @@ class EngineKey:
         if registrations is self._seen:
             return
         self._seen = registrations
-        # Hosts of former registrations must not pile up.
+        # Forget the hosts of former registrations; otherwise their number would only grow.
         self._known.clear()
         self._named = frozenset(
             _origin_of(registration.url)

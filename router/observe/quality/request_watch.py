@@ -136,10 +136,7 @@ class Quality:
         ]
 
     def begin_life(self, worker: WorkerKey) -> None:
-        """Forget the evidence against a worker's predictions.
-
-        Another process of its engine may have begun (ADR 22).
-        """
+        """Forget the evidence against a worker's predictions, because another process of its engine may have begun (ADR 22)."""
         judge = self._predictions.get(worker)
         if judge is not None:
             judge.begin_life()

@@ -55,7 +55,7 @@ class ResponseIdReader:
 
 
 class _Incomplete(Exception):
-    """The error that the text ends before the id."""
+    """A text that ends before its id is complete."""
 
 
 def _id_in(text: str, streams: bool) -> str | None:

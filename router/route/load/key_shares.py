@@ -89,7 +89,7 @@ class KeyShares:
             writings: The current count of writings of all pools.
         """
         if writings < self._began:
-            # The model's last worker was removed, and the writings of the workers that came since are counted from 0.
+            # The model's last worker was removed since, and the count of writings began again at 0 with its next worker.
             self._forget_all(writings)
         elif writings - self._began > RESCALE_EXPONENT:
             self._fade(writings)

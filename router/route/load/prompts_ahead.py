@@ -23,8 +23,8 @@ from kvrouter.router.route.load.pending_prefixes import step_of
 
 # Prompts with a common beginning are found by these first tokens; prompts that share fewer have no block in common.
 HEAD_TOKENS = 16
-# The number of siblings compared with a prompt, the latest first. Each prompt hands on the checkpoints that it will use
-# itself, so the latest siblings know those of all before them.
+# The number of waiting prompts with a common beginning that are compared with a prompt, the latest first. Each takes over
+# the checkpoints that it will use itself, so the latest ones have those of all before them.
 LOOKED_AT = 8
 # The number of checkpoints that a prompt hands on; these are the deepest ones.
 MAX_CHECKPOINTS = 4
@@ -41,7 +41,7 @@ MAX_UNITS = 4 * 1024**2
 
 
 class Coming(NamedTuple):
-    """The parts of a prompt that the prompts ahead of it will have left when it is scheduled, in tokens."""
+    """The parts of a prompt that the prompts ahead of it will have put into the cache once it is scheduled, in tokens."""
 
     # The longest prefix that the engine's rule will let it reuse.
     resumable: int

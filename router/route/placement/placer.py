@@ -228,7 +228,7 @@ class Placer:
         """
         now = self._clock()
         if request.dry_run:
-            # A reservation is a request, never a dry run.
+            # A reservation counts as load, so `dry_run` has no meaning for it.
             request = msgspec.structs.replace(request, dry_run=False)
         anyway = anyway or request.is_owned
         choice, prompt = self._decide(request, now, anyway=anyway)

@@ -88,7 +88,8 @@ class BodyReply(NamedTuple):
 class KeptBody(NamedTuple):
     """The reply that lets a piece of the body go on unchanged, in every mode but FULL_DUPLEX_STREAMED.
 
-    A gateway accepts the headers only while it holds them back, which it does only with a BUFFERED request.
+    `given`, `removed` and `endpoint` change headers. A gateway accepts such changes only with a BUFFERED body, because only
+    then does it hold the headers back until the body is complete.
     """
 
     part: Part

@@ -185,7 +185,7 @@ class ProcessStream:
         if self._modes.request == BodyMode.BUFFERED:
             headers = route.given
             if route.body is not None:
-                # A gateway refuses a changed body with the length of the original one.
+                # Set the new length, because a gateway refuses a changed body whose content-length is that of the original one.
                 headers = [*headers, (CONTENT_LENGTH, b"%d" % len(route.body))]
             return [KeptBody(Part.REQUEST_BODY, route.body, headers, route.removed, route.endpoint)]
         pieces, self._pieces = self._pieces, []
@@ -314,7 +314,11 @@ class ProcessStream:
         return []
 
     def _whole(self, *, may_go_on: bool) -> None:
-        """Offer the complete request for its route. `may_go_on` means that a rest may follow if its JSON is cut."""
+        """Set `request`, because the request is complete and can be routed.
+
+        Args:
+            may_go_on: Whether more of the body may follow if its JSON is cut.
+        """
         self._expects = Part.RESPONSE_HEADERS
         self._body = b"".join(self._pieces)
         self.request = GatewayRequest(self._headers, self._body, self._subset, may_go_on=may_go_on)

@@ -137,7 +137,7 @@ def _describe(path: Path, identity: DiskIdentity, option: str, log: logging.Logg
     if data == text:
         return
     if _is_an_identity(data):
-        raise foreign(path, f"{IDENTITY_FILE} is of another identity", option)
+        raise foreign(path, f"{IDENTITY_FILE} describes another model or layout", option)
     # The manifest is first: a kill in between leaves a folder without records and a damaged description, which is
     # replaced later.
     for name in (MANIFEST_FILE, IDENTITY_FILE):

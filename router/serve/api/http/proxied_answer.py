@@ -36,7 +36,7 @@ class ClientConnection(Protocol):
 
     @property
     def date_headers(self) -> list[tuple[bytes, bytes]]:
-        """The headers of every answer, with the Date."""
+        """The headers that every answer has, among them the current Date."""
         ...
 
     @property

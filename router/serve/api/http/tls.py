@@ -140,7 +140,7 @@ class TlsHandshake(asyncio.Protocol):
         # Bytes that came with the end of the handshake, if the loop delivers them before it reports that end.
         self._early: list[bytes] = []
 
-    # The transport's side.
+    # -- calls of the transport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin the handshake, or close the connection if there are too many."""
