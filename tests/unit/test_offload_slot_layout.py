@@ -64,7 +64,7 @@ def test_blocks_of_a_chunk_lie_side_by_side_ref_by_ref() -> None:
 def test_a_sub_block_that_a_chunk_does_not_have_is_refused() -> None:
     layout = SlotLayout(((10,),), 2, 20)
     for sub in (-1, 2):
-        with pytest.raises(IndexError, match=rf"sub-block {sub} does not exist: a chunk has 2"):
+        with pytest.raises(IndexError, match=rf"sub-block {sub} does not exist: a chunk has 0 to 1"):
             layout.offset(0, 0, sub)
 
 

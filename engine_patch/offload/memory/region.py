@@ -136,7 +136,7 @@ class Region:
         if rest:
             raise ValueError(f"a slot of {slot_bytes} bytes does not divide into {num_ranks} ranks")
         if rank is not None and not 0 <= rank < num_ranks:
-            raise ValueError(f"rank {rank} does not exist: {num_ranks} ranks count from 0")
+            raise ValueError(f"rank {rank} does not exist: the ranks are 0 to {num_ranks - 1}")
         size = num_slots * padded(slot_bytes)
         if path is None:
             if num_ranks > 1:
@@ -157,7 +157,7 @@ class Region:
         Raises IndexError for a number that is no slot, ValueError after `close`.
         """
         if not 0 <= number < self.num_slots:
-            raise IndexError(f"slot {number} does not exist: {self.num_slots} slots count from 0")
+            raise IndexError(f"slot {number} does not exist: the slots are 0 to {self.num_slots - 1}")
         return self._view[number * self.slot_bytes : (number + 1) * self.slot_bytes]
 
     def rank_tensor(self) -> Any:

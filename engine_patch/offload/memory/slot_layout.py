@@ -123,9 +123,7 @@ class SlotLayout:
         """
         pages = self.groups[group]
         if not 0 <= sub_block < self.blocks_per_chunk:
-            raise IndexError(
-                f"sub-block {sub_block} does not exist: a chunk has {self.blocks_per_chunk}, counted from 0"
-            )
+            raise IndexError(f"sub-block {sub_block} does not exist: a chunk has 0 to {self.blocks_per_chunk - 1}")
         return chunk_bytes(pages[:ref], self.blocks_per_chunk) + sub_block * pages[ref]
 
     def page_offsets(self, part: GroupPart, slot_stride: int) -> Iterator[IdArray]:
