@@ -13,6 +13,7 @@ import pytest
 
 from kvrouter.router.route.tokens.client_body import CHAT_PATH, TEXT_PATH
 from kvrouter.router.route.tokens.engine import verified_engines as judged_engines
+from kvrouter.router.route.tokens.unknown_prompts import COUNTED_MIN
 from tests.support.token_engine import tokens_of
 from tests.support.tokenizer_stage import CHAT, MODEL, NO_RENDER, RENDER_CHAT, RENDER_TEXT, Here, case, ids, until
 
@@ -153,3 +154,41 @@ async def test_an_engine_without_token_endpoints_is_reported() -> None:
     async with case(engines=0, local=Here()) as stage:
         assert (await stage.chat()).source == "local"
         assert "not verified against any engine" in stage.tokenizing.health()[0]
+
+
+async def test_a_draining_engine_is_queried_only_if_no_other_can_answer() -> None:
+    async with case(engines=2) as stage:
+        await stage.chat()
+        await until(lambda: all(stage.tokenizing.status(MODEL, engine.url).way == "render" for engine in stage.engines))
+        stage.drains[0] = True
+        for number in range(12):
+            assert (await stage.text(f"text {number}")).source == "render"
+        assert not [body for _, body in stage.engines[0].asked if "text " in str(body)]
+        stage.drains[1] = True
+        assert (await stage.text("both drain")).source == "render"
+
+
+async def test_texts_without_tokens_are_no_problem_once_their_engine_is_verified() -> None:
+    async with case(statuses={RENDER_CHAT: 500, RENDER_TEXT: 500}) as stage:
+        for number in range(COUNTED_MIN):
+            assert (await stage.text(f"text {number}")).reason == "unreachable"
+        assert list(stage.tokenizing.missing()) and "had no tokens" in str(stage.tokenizing.health())
+        stage.engines[0].statuses = {}
+        await until(lambda: not list(stage.tokenizing.missing()))
+        assert stage.tokenizing.health() == []
+
+
+async def test_texts_without_a_source_are_no_problem_once_the_engine_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judged_engines, "MIN_JUDGE_INTERVAL_S", 0.0)
+    nothing = {RENDER_CHAT: 404, RENDER_TEXT: 404, "/tokenize": 404}
+    async with case(statuses=nothing) as stage:
+        for number in range(COUNTED_MIN):
+            assert (await stage.text(f"text {number}")).reason == "unverified"
+        # An engine that starts again without a source ends nothing.
+        stage.lives[0] = "2"
+        judged = stage.tokenizing._engines._judged[MODEL, stage.engines[0].url]
+        await until(lambda: judged.life == "2")
+        assert list(stage.tokenizing.missing())
+        stage.engines[0].statuses = {}
+        stage.lives[0] = "3"
+        await until(lambda: not list(stage.tokenizing.missing()))

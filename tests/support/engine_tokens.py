@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import aiohttp
 import msgspec
 
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.model.engines.known import RENDERER_WAYS
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.engine_key import EngineKey
+from kvrouter.router.model.workers.renderer_spec import RendererSpec
 from kvrouter.router.route.tokens.client_body import read_client_body
 from kvrouter.router.route.tokens.engine.client import Engine
 from kvrouter.router.route.tokens.engine.verification import LocalMaker
@@ -25,7 +27,11 @@ TIMEOUT_S = 60.0
 
 
 async def tokenized(
-    model: str, engine: Engine, queries: Iterable[tuple[str, dict[str, Any]]], local: LocalMaker | None = None
+    model: str,
+    engine: Engine,
+    queries: Iterable[tuple[str, dict[str, Any]]],
+    local: LocalMaker | None = None,
+    renderers: Sequence[str] = (),
 ) -> list[Prompt]:
     """Return the prompt of each request, and check that the tokenizer then reports no problem of the engine.
 
@@ -34,6 +40,7 @@ async def tokenized(
         engine: The engine that serves it.
         queries: The path and the body of each request.
         local: Makes the model's tokenizer in the router; None for the engine's tokens alone.
+        renderers: The URLs of the model's renderers.
     """
     async with aiohttp.ClientSession() as session:
         tokenizer = TextTokenizer(
@@ -42,6 +49,8 @@ async def tokenized(
             session=session,
             engine_key=EngineKey(None, AllowList()),
             local={} if local is None else {model: local},
+            renderers=[RendererSpec(model, url, None) for url in renderers],
+            renderer_ways=RENDERER_WAYS,
             timeout_s=TIMEOUT_S,
             metrics=TokenMetrics(MetricRegistry()),
             clock=time.monotonic,

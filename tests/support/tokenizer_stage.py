@@ -16,9 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.model.engines.known import RENDERER_WAYS
 from kvrouter.router.model.engines.vllm.description import VLLM
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.engine_key import EngineKey
+from kvrouter.router.model.workers.renderer_spec import RendererSpec
 from kvrouter.router.route.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
 from kvrouter.router.route.tokens.engine.client import Engine
 from kvrouter.router.route.tokens.engine.verification import LocalMaker
@@ -36,6 +38,8 @@ CHAT = {"messages": [{"role": "user", "content": "Hi 🙂"}]}
 RENDER_CHAT = "/v1/chat/completions/render"
 RENDER_TEXT = "/v1/completions/render"
 NO_RENDER = {RENDER_CHAT: 403, RENDER_TEXT: 403}
+# What a renderer does not have.
+NO_ENGINE = {CHAT_PATH: 404, TEXT_PATH: 404, "/v1/messages/count_tokens": 404}
 
 
 class Here:
@@ -62,9 +66,18 @@ class Here:
 class Case:
     """The tokenizer under test with its engines and its metrics."""
 
-    def __init__(self, tokenizing: TextTokenizer, engines: list[TokenEngine], metrics: TokenMetrics) -> None:
+    def __init__(
+        self,
+        tokenizing: TextTokenizer,
+        engines: list[TokenEngine],
+        metrics: TokenMetrics,
+        renderers: list[TokenEngine],
+    ) -> None:
         self.tokenizing = tokenizing
         self.engines = engines
+        self.renderers = renderers
+        # Whether each engine drains.
+        self.drains = [False] * len(engines)
         self.metrics = metrics
         self.lives = ["1"] * len(engines)
 
@@ -87,7 +100,13 @@ class Case:
 
 @asynccontextmanager
 async def case(
-    engines: int = 1, local: LocalMaker | None = None, timeout_s: float = PATIENCE_S, **settings: Any
+    engines: int = 1,
+    local: LocalMaker | None = None,
+    timeout_s: float = PATIENCE_S,
+    renderers: int = 0,
+    key: str | None = None,
+    engine_key: EngineKey | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Case]:
     """Run a tokenizer over scripted engines.
 
@@ -95,11 +114,18 @@ async def case(
         engines: The number of engines.
         local: Makes the tokenizer in the router; None for the engines alone.
         timeout_s: The tokenizer's timeout.
+        renderers: The number of renderers of the model.
+        key: The name of the renderers' API key.
+        engine_key: The keys of engines; None for no keys.
         **settings: Attributes of each engine.
     """
     metrics = TokenMetrics(MetricRegistry())
     running = [TokenEngine() for _ in range(engines)]
+    rendering = [TokenEngine() for _ in range(renderers)]
     async with aiohttp.ClientSession() as session:
+        for renderer in rendering:
+            await renderer.__aenter__()
+            renderer.statuses = dict(NO_ENGINE)
         for engine in running:
             await engine.__aenter__()
             for name, value in settings.items():
@@ -109,23 +135,26 @@ async def case(
         tokenizer = TextTokenizer(
             models=lambda: [MODEL],
             engines=lambda _: [
-                Engine(e.url, life, VLLM.tokens) for e, life in zip(stage.engines, stage.lives, strict=True)
+                Engine(e.url, life, VLLM.tokens, drains)
+                for e, life, drains in zip(stage.engines, stage.lives, stage.drains, strict=True)
             ],
             session=session,
-            engine_key=EngineKey(None, AllowList()),
+            engine_key=engine_key or EngineKey(None, AllowList()),
             local=local_makers,
+            renderers=[RendererSpec(MODEL, renderer.url, key) for renderer in rendering],
+            renderer_ways=RENDERER_WAYS,
             timeout_s=timeout_s,
             metrics=metrics,
             clock=time.monotonic,
             rng=random.Random(1),
         )
-        stage = Case(tokenizer, running, metrics)
+        stage = Case(tokenizer, running, metrics, rendering)
         tokenizer.start()
         try:
             yield stage
         finally:
             await tokenizer.stop()
-            for engine in running:
+            for engine in running + rendering:
                 await engine.__aexit__()
 
 

@@ -36,7 +36,8 @@ def wrong(file: Path | None = None, environ: dict[str, str] | None = None, flags
 def test_the_settings_are_few_and_each_says_what_it_takes() -> None:
     # An operator must understand each setting; a constant is enough where nobody would change the value.
     # 63: only the operator knows that a gateway translates requests (gateway_translated_paths).
-    assert len(FIELDS) <= 63
+    # 64: only the operator knows which servers return tokens and run no model (renderers); nothing announces them.
+    assert len(FIELDS) <= 64
     assert all(describe(name) for name in FIELDS)
 
 
@@ -106,6 +107,7 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
         "replay_timeout_s": 1.5,
         "none_hash_seed": "0",
         "tokenizers": ["m=folder"],
+        "renderers": ["m=http://h:1", "m=http://h:2,key=render"],
         "tokenize_timeout_s": 1.5,
         "model_aliases": ["a=m", "b=m"],
         "otlp_endpoint": "http://otel:4318",
@@ -428,6 +430,13 @@ def test_logs_as_json_are_one_object_a_line() -> None:
     [
         ("tokenizers", ["folder"], "write MODEL=FOLDER"),
         ("tokenizers", ["m=a", "m=b"], "given twice"),
+        ("renderers", ["http://h:1"], "write MODEL=URL"),
+        ("renderers", ["m=h:1"], "must be an HTTP address"),
+        ("renderers", ["m=http://user:pw@h:1"], "must be an HTTP address"),
+        ("renderers", ["m=http://h:1,token=a"], "write MODEL=URL"),
+        ("renderers", ["m=http://h:1,key=a b"], "must be the name of a key"),
+        ("renderers", ["m=http://h:1", "m=http://h:1"], "given twice"),
+        ("renderers", ["m=http://h:1", "n=http://h:1,key=a"], "two keys"),
         ("model_aliases", ["=m"], "write NAME=MODEL"),
         ("model_aliases", ["a=b", "b=m"], "name the model itself"),
     ],

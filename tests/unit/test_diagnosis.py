@@ -179,6 +179,7 @@ FAULTS: dict[str, Snapshot] = {
     "KV406": snapshot(missing_tokens=[MissingTokens("m", 9, 9, "unauthorized", "it answers 401")]),
     "KV407": doubt(DoubtKind.UNFORESEEN),
     "KV408": snapshot(front_ends=[("m", URL, "vLLM's Rust front end 0.33.0 has no render endpoints")]),
+    "KV410": snapshot(renderers=[("m", URL, "it is not used until it is verified: no answers within 5 s")]),
     "KV501": snapshot(store=StoreFacts(problem="Redis has not answered for 3 s")),
     "KV502": snapshot(server={"policy": "allkeys-lru"}),
     "KV503": snapshot(server={"appends": False, "save": ""}),

@@ -6,7 +6,14 @@ from __future__ import annotations
 import numpy as np
 
 from kvrouter.router.route.tokens.prompt_tokens import Prompt, Reason
-from kvrouter.router.route.tokens.unknown_prompts import COUNTED_MIN, OF_THE_REQUEST, WINDOW, UnknownPrompts
+from kvrouter.router.route.tokens.unknown_prompts import (
+    COUNTED_MIN,
+    COUNTED_S,
+    OF_THE_REQUEST,
+    WINDOW,
+    WITHOUT_ENGINE,
+    UnknownPrompts,
+)
 
 KNOWN = Prompt(3, np.arange(3), "render")
 
@@ -16,7 +23,7 @@ def unknown(reason: Reason, problem: str = "a sentence") -> Prompt:
 
 
 def test_most_texts_without_tokens_are_named_with_the_usual_reason() -> None:
-    texts = UnknownPrompts()
+    texts = UnknownPrompts(lambda: 0.0)
     texts.add("m", unknown("timeout"))
     for number in range(COUNTED_MIN - 2):
         texts.add("m", unknown("unauthorized", f"sentence {number}"))
@@ -29,7 +36,7 @@ def test_most_texts_without_tokens_are_named_with_the_usual_reason() -> None:
 
 
 def test_half_of_the_texts_are_not_most_and_success_ends_the_finding() -> None:
-    texts = UnknownPrompts()
+    texts = UnknownPrompts(lambda: 0.0)
     for _ in range(WINDOW):
         texts.add("m", unknown("busy"))
     assert list(texts.found())
@@ -39,7 +46,7 @@ def test_half_of_the_texts_are_not_most_and_success_ends_the_finding() -> None:
 
 
 def test_refusals_of_single_requests_and_given_ids_do_not_count() -> None:
-    texts = UnknownPrompts()
+    texts = UnknownPrompts(lambda: 0.0)
     for _ in range(COUNTED_MIN):
         for reason in OF_THE_REQUEST:
             texts.add("m", unknown(reason))
@@ -53,10 +60,34 @@ def test_refusals_of_single_requests_and_given_ids_do_not_count() -> None:
 
 
 def test_models_are_judged_apart_and_those_that_are_gone_forgotten() -> None:
-    texts = UnknownPrompts()
+    texts = UnknownPrompts(lambda: 0.0)
     for _ in range(COUNTED_MIN):
         texts.add("m", unknown("timeout"))
         texts.add("n", KNOWN)
     assert [missing.model for missing in texts.found()] == ["m"]
     texts.keep({"n"})
     assert not texts.health()
+
+
+def test_texts_no_longer_count_after_a_while() -> None:
+    times = iter([*range(COUNTED_MIN), COUNTED_S, COUNTED_S + 1, COUNTED_S + COUNTED_MIN + 1])
+    texts = UnknownPrompts(lambda: float(next(times)))
+    for _ in range(COUNTED_MIN):
+        texts.add("m", unknown("timeout"))
+    assert list(texts.found())
+    assert not list(texts.found()), "fewer than needed are left"
+    assert not list(texts.found())
+
+
+def test_texts_whose_reason_has_ended_are_forgotten() -> None:
+    texts = UnknownPrompts(lambda: 0.0)
+    for _ in range(COUNTED_MIN):
+        for reason in WITHOUT_ENGINE:
+            texts.add("m", unknown(reason))
+        texts.add("n", unknown("unreachable"))
+    texts.end("m", WITHOUT_ENGINE)
+    assert [missing.model for missing in texts.found()] == ["n"]
+    for _ in range(COUNTED_MIN):
+        texts.add("m", unknown("busy"))
+    texts.end("m", WITHOUT_ENGINE)
+    assert {missing.model for missing in texts.found()} == {"m", "n"}

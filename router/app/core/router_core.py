@@ -374,15 +374,22 @@ class Core:
         urls = {registration.url for registration in self.registrations()}
         return {url for url in urls if url is not None and not self._allowed.problem(url)}
 
-    def engine_urls(self, model: str) -> dict[str, tuple[str, Engine]]:
-        """Return the engines of a model that are not down, by URL: the epoch of one of their streams, and the kind."""
-        engines: dict[str, tuple[str, Engine]] = {}
+    def engine_urls(self, model: str) -> dict[str, tuple[str, Engine, bool]]:
+        """Return the engines of a model that are not down, by URL.
+
+        Each has the epoch of one of its streams, its kind, and whether all its workers drain.
+        """
+        engines: dict[str, tuple[str, Engine, bool]] = {}
         for worker, stream in self.registry.streams.items():
             url = stream.registration.url
-            if worker.model != model or url is None or url in engines:
+            if worker.model != model or url is None or stream.view.state is StreamState.DOWN:
                 continue
-            if stream.view.state is not StreamState.DOWN and not self._allowed.problem(url):
-                engines[url] = stream.record.shown.epoch or "", stream.profile.engine
+            drains = self.registry.drains(worker)
+            if url in engines:
+                epoch, kind, others_drain = engines[url]
+                engines[url] = epoch, kind, others_drain and drains
+            elif not self._allowed.problem(url):
+                engines[url] = stream.record.shown.epoch or "", stream.profile.engine, drains
         return engines
 
     def sums_lists(self, worker: WorkerKey) -> bool:

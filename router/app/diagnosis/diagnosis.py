@@ -172,6 +172,7 @@ class Diagnosis:
             engine_clocks=ahead,
             tokens=self._tokens.differences(),
             front_ends=self._tokens.front_ends(),
+            renderers=self._tokens.renderer_problems(),
             missing_tokens=tuple(self._tokens.missing()),
             store=StoreFacts(
                 problem=store.problem or "",

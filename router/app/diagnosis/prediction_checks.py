@@ -42,12 +42,14 @@ DOUBTS = {
     ),
 }
 
-WITH_RENDERING = "start the engines with --enable-scale-out (vLLM), or kvrouter serve --tokenizer MODEL=FOLDER"
+WITH_RENDERING = (
+    "start vLLM with --enable-scale-out, or kvrouter serve --tokenizer MODEL=FOLDER or --renderer MODEL=URL"
+)
 # The fix for each reason for which tokens are missing.
 TOKEN_FIXES: dict[Reason, str] = {
     "timeout": "kvrouter serve --tokenizer MODEL=FOLDER, or --tokenize-timeout-s S with more",
     "busy": "kvrouter serve --processes N with more, or --tokenizer MODEL=FOLDER",
-    "no_engine": "start the engines, or register the workers with their url; the finding ends with the next texts that get tokens",
+    "no_engine": "start the engines, or register the workers with their url; the finding ends when an engine is verified",
     "unreachable": "test it from the router's machine with curl, and look into the engine's log",
     "unauthorized": "kvrouter serve --worker-api-key KEY (all routers)",
     "unverified": WITH_RENDERING,
@@ -69,6 +71,8 @@ def prediction_findings(snapshot: Snapshot) -> Iterator[Finding]:
         yield found("KV405", Subject.of_engine(model, url), problem)
     for model, url, problem in snapshot.front_ends:
         yield found("KV408", Subject.of_engine(model, url), problem)
+    for model, url, problem in snapshot.renderers:
+        yield found("KV410", Subject.of_engine(model, url), f"renderer {url}: {problem}")
 
 
 def _of_prompts(snapshot: Snapshot) -> Iterator[Finding]:

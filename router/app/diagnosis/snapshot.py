@@ -157,6 +157,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     tokens: Sequence[tuple[str, str, str]] = ()
     # Front ends without the engine's render endpoints: model, engine's URL, and what they lack.
     front_ends: Sequence[tuple[str, str, str]] = ()
+    # The renderers that are away or differ from an engine: model, renderer's URL and problem.
+    renderers: Sequence[tuple[str, str, str]] = ()
     # Models whose texts mostly have no tokens.
     missing_tokens: Sequence[MissingTokens] = ()
     store: StoreFacts = StoreFacts()

@@ -53,11 +53,13 @@ from kvrouter.router.index.store.store import IndexStore
 from kvrouter.router.model.config.live_settings import LiveSettings
 from kvrouter.router.model.config.loading import Origin
 from kvrouter.router.model.config.settings import Config, without_password
+from kvrouter.router.model.engines.known import RENDERER_WAYS
 from kvrouter.router.model.upstream.engine_client import EngineClient
 from kvrouter.router.model.upstream.pool import KEEP_IDLE_S, Pool
 from kvrouter.router.model.upstream.resolver import CheckedResolver
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.engine_key import EngineKey
+from kvrouter.router.model.workers.renderer_spec import parse_renderers
 from kvrouter.router.observe.decisions.decision_log import DecisionLog
 from kvrouter.router.observe.decisions.watch import Watch
 from kvrouter.router.observe.history.history_keeper import HistoryKeeper
@@ -378,13 +380,15 @@ class Assembly:
         tokenizer = TextTokenizer(
             models=core.models,
             engines=lambda model: [
-                Engine(url, f"{kind.name} {epoch}", kind.tokens)
-                for url, (epoch, kind) in core.engine_urls(model).items()
+                Engine(url, f"{kind.name} {epoch}", kind.tokens, drains)
+                for url, (epoch, kind, drains) in core.engine_urls(model).items()
             ],
             # An engine that closes an idle connection must not look like one that crashed on a prompt.
             session=await self._session(KEEP_IDLE_S),
             engine_key=self._engine_key,
             local=local,
+            renderers=parse_renderers(self._config.renderers),
+            renderer_ways=RENDERER_WAYS,
             timeout_s=self._config.tokenize_timeout_s,
             metrics=self._metrics.tokens,
             clock=time.monotonic,

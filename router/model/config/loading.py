@@ -32,6 +32,7 @@ from kvrouter.router.model.config.settings import (
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.listed_worker import listed_worker
 from kvrouter.router.model.workers.model_names import parse_aliases, parse_tokenizers
+from kvrouter.router.model.workers.renderer_spec import parse_renderers
 
 # Variables that the client commands and `serve` itself read, which are not settings.
 CLIENT_VARIABLES = frozenset(
@@ -63,6 +64,7 @@ TEXT_SETTINGS = ("host", "redis", "data_dir", "api_key", "worker_api_key", "none
 # The settings that are lists of pairs or of hosts, and the function that reads each.
 LIST_READERS: dict[str, Callable[[tuple[str, ...]], object]] = {
     "tokenizers": parse_tokenizers,
+    "renderers": parse_renderers,
     "model_aliases": parse_aliases,
     "allow_hosts": AllowList,
     "allowed_hosts": allowed_hosts,
@@ -191,6 +193,9 @@ def _check_allowed(config: Config) -> None:
         registration = listed_worker(entry).registration
         if problem := allowed.registration_problem(registration):
             raise SettingError(f"--worker {registration.worker.worker_id!r}: {problem}")
+    for renderer in parse_renderers(config.renderers):
+        if problem := allowed.problem(renderer.url):
+            raise SettingError(f"--renderer {renderer.model}: {problem}")
 
 
 def _check_entries(value: Any, where: str) -> None:

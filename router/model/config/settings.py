@@ -394,6 +394,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             flag="--tokenizer",
         ),
     ] = ()
+    # For engines that return no tokens themselves, and to take that work off engines that do.
+    renderers: Annotated[
+        tuple[str, ...],
+        setting(
+            "a list of MODEL=URL[,key=NAME]: servers like vllm launch render that return a model's tokens; key names their "
+            "API key in worker_api_keys_file",
+            metavar="MODEL=URL[,key=NAME]",
+            flag="--renderer",
+        ),
+    ] = ()
     # A request waits for its tokens at most this long; after that it can only be placed by load. An engine renders a
     # chat in a few milliseconds, and tens of thousands of tokens in tens of milliseconds; an engine that takes more than
     # a second is overloaded.

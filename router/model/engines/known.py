@@ -8,6 +8,8 @@ from kvrouter.router.model.engines.sglang.description import SGLANG
 from kvrouter.router.model.engines.vllm.description import VLLM
 from kvrouter.router.model.workers.engine_name import DEFAULT_ENGINE
 
+# The endpoints of a renderer without an engine, which are vLLM's (`vllm launch render`, `vllm-rs render`).
+RENDERER_WAYS = VLLM.tokens
 ENGINES = {engine.name: engine for engine in (VLLM, SGLANG)}
 
 

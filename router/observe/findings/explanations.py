@@ -339,7 +339,8 @@ EXPLANATIONS: dict[str, Explanation] = {
         "that the engine refuses, prompts with media and `prompt_embeds` do not count.",
         "Follow the finding's fix, which depends on the reason; docs/how-to/tokenizers.md lists the reasons. "
         "Usual ones are a missing `--worker-api-key`, and no tokenizer in engine or router (`--enable-scale-out`, "
-        "`--tokenizer MODEL=FOLDER`).",
+        "`--tokenizer MODEL=FOLDER`, `--renderer MODEL=URL`). The finding ends when its cause has ended, with texts that get "
+        "tokens, or after ten minutes without texts.",
     ),
     "KV407": Explanation(
         "The engine reuses prompts for which nothing was predicted: more than half of the last 8 to 16 prompts that it "
@@ -354,8 +355,17 @@ EXPLANATIONS: dict[str, Explanation] = {
         "vLLM may run behind a front end in Rust (`VLLM_USE_RUST_FRONTEND=1`), which answers 404 to the endpoints that "
         "return the tokens of a request. The router uses its `/tokenize` where probes show that it agrees with the engine; "
         "other texts are placed by load. Token ids are placed exactly.",
-        "Give the router the engine's tokenizer folder (`--tokenizer MODEL=FOLDER`), or start vLLM with its front end in "
-        "Python and `--enable-scale-out`.",
+        "Give the router the engine's tokenizer folder (`--tokenizer MODEL=FOLDER`), or a renderer of the engine's model "
+        "(`--renderer MODEL=URL`, docs/how-to/tokenizers.md), or start vLLM with its front end in Python and "
+        "`--enable-scale-out`.",
+    ),
+    "KV410": Explanation(
+        "A renderer that the settings name (`--renderer MODEL=URL`) does not answer, has no render endpoints, wants an API "
+        "key, or makes other tokens of a probe than an engine of the model. It is not used for what it gets wrong; the "
+        "engines are queried in its place where they return tokens, and other texts are placed by load.",
+        "Start it (`vllm launch render`, `vllm-rs render`) with the engines' model, version, chat template and flags. The "
+        "router tries it again by itself, at least every 30 seconds. If it wants an API key, name the key: "
+        "`--renderer MODEL=URL,key=NAME`, with NAME of `--worker-api-keys-file`.",
     ),
     "KV501": Explanation(
         "Redis does not answer, or it takes no commits. Answers continue from memory; other routers learn "

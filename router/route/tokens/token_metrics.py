@@ -25,6 +25,9 @@ class TokenMetrics:
         self.mismatches = gauge(
             "token_mismatches", "Engines of which a tokenizer here, their /tokenize or their peers make other tokens"
         )
+        self.renderers_unusable = gauge(
+            "renderers_unusable", "Renderers that are away or make other tokens than an engine of their model"
+        )
         # By source; cached because finding a metric's child takes longer than counting.
         self.prompts = cache(counter("prompts_total", "Texts whose tokens were looked for", "source").labels)
         self.seconds = cache(

@@ -74,6 +74,9 @@ MESSAGE_FIELDS = ("messages", "system", "tools", "tool_choice", "output_config",
 # These fields matter if a prompt is cut so that its answer fits.
 OUTPUT_LIMITS = ("max_tokens", "max_completion_tokens")
 TRUNCATION = "truncate_prompt_tokens"
+# Fields that only the engine can read; for example, a flag of the engine decides whether a client's template is
+# refused.
+LEFT_TO_THE_ENGINE = (TRUNCATION, "suffix", "chat_template", "mm_processor_kwargs", "media_io_kwargs")
 
 # Types of a message's parts that are text. Source: vLLM 0.32.0 renderers/chat_utils.py, TEXT_PART_TYPES.
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "tool_reference"})

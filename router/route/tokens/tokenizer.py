@@ -21,9 +21,12 @@ from numpy.typing import NDArray
 
 from kvrouter.router.base.common.task_supervisor import TaskSupervisor
 from kvrouter.router.model.config.settings import Config
+from kvrouter.router.model.engines.engine import TokenEndpoints
 from kvrouter.router.model.workers.engine_key import EngineKey
+from kvrouter.router.model.workers.renderer_spec import RendererKeys, RendererSpec
 from kvrouter.router.route.tokens.client_body import ClientBody
 from kvrouter.router.route.tokens.engine.client import Absent, Engine, EngineClient
+from kvrouter.router.route.tokens.engine.renderers import KEY_WANTED, Renderers
 from kvrouter.router.route.tokens.engine.verification import EQUAL, LocalMaker, Verdict
 from kvrouter.router.route.tokens.engine.verified_engines import LOOK_S, VerifiedEngines, token_path
 from kvrouter.router.route.tokens.engine.wire import (
@@ -39,7 +42,7 @@ from kvrouter.router.route.tokens.prompt_list import SPLIT_PROMPTS, PromptList
 from kvrouter.router.route.tokens.prompt_tokens import FoundTokens, Prompt, TokensUnknown, estimated_tokens
 from kvrouter.router.route.tokens.token_metrics import TokenMetrics
 from kvrouter.router.route.tokens.token_request import ListRequest, TokenRequest, cuts_cleanly, read
-from kvrouter.router.route.tokens.unknown_prompts import UnknownPrompts
+from kvrouter.router.route.tokens.unknown_prompts import WITHOUT_ENGINE, WITHOUT_SOURCE, UnknownPrompts
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +66,8 @@ STAND_INS = ("A", "7")
 # The share of the deadline for an engine's render of a prompt with media, which may fetch a picture first. The rest is
 # for finding the text before the media.
 MEDIA_SHARE = 0.6
+# The share of the deadline for renderers, so that engines can still answer in place of a slow one.
+RENDERER_SHARE = 0.6
 # The share of the deadline for each prompt of a list, all of which are looked up at the same time.
 LIST_SHARE = 0.9
 
@@ -78,6 +83,8 @@ class TextTokenizer:
         session: Used for queries to those engines.
         engine_key: Decides which engines get a key.
         local: Tokenizers in this process, by model.
+        renderers: The renderers that the settings name.
+        renderer_ways: The endpoints of a renderer.
         timeout_s: Deadline for finding the tokens of one request.
         metrics: The metrics of finding tokens.
         clock: Returns seconds.
@@ -93,6 +100,8 @@ class TextTokenizer:
         session: aiohttp.ClientSession,
         engine_key: EngineKey,
         local: Mapping[str, LocalMaker],
+        renderers: Sequence[RendererSpec],
+        renderer_ways: TokenEndpoints,
         timeout_s: float,
         metrics: TokenMetrics,
         clock: Callable[[], float],
@@ -108,20 +117,31 @@ class TextTokenizer:
         self._rng = rng
         self._supervisor = supervisor or TaskSupervisor(clock=clock, rng=rng)
         self._memory = PromptMemory(clock)
+        self._renderer_client = EngineClient(session, RendererKeys(renderers, engine_key))
+        self._renderers = Renderers(
+            renderers,
+            client=self._renderer_client,
+            ways=renderer_ways,
+            changed=self._on_verified,
+            metrics=metrics,
+            clock=clock,
+        )
         self._engines = VerifiedEngines(
             models=models,
             engines=engines,
             client=self._client,
             local=local,
-            changed=self._memory.forget,
+            renderers=self._renderers,
+            changed=self._on_verified,
             metrics=metrics,
             clock=clock,
         )
-        self._texts = UnknownPrompts()
+        self._texts = UnknownPrompts(clock)
         self.missing = self._texts.found
         self.status = self._engines.status
         self.differences = self._engines.differences
         self.front_ends = self._engines.front_ends
+        self.renderer_problems = self._engines.renderer_problems
         # Queries to engines under way, by model, request and key; callers that need the same tokens share one.
         self._under_way: dict[tuple[str, bytes, str | None], asyncio.Task[FoundTokens]] = {}
         self._waiting = 0
@@ -131,6 +151,12 @@ class TextTokenizer:
     def health(self) -> list[str]:
         """Return the problems of finding tokens of texts, for `/health`."""
         return self._engines.health() + self._texts.health()
+
+    def _on_verified(self, model: str) -> None:
+        """Forget what was found before an engine or a renderer of the model was verified."""
+        self._memory.forget(model)
+        ended = WITHOUT_ENGINE | WITHOUT_SOURCE if self._engines.has_source(model) else WITHOUT_ENGINE
+        self._texts.end(model, ended)
 
     def apply(self, config: Config) -> None:
         """Apply the changed time limit to requests that begin from now on."""
@@ -147,6 +173,7 @@ class TextTokenizer:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._engines.stop()
+        await self._renderers.stop()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _watch(self) -> None:
@@ -352,7 +379,7 @@ class TextTokenizer:
                 except TokensUnknown as unknown:
                     # If the tokenizer cannot read the request, or its template refuses it, the engine decides if there
                     # is one.
-                    if not self._engines.of(model):
+                    if not self._engines.of(model) and model not in self._renderers.models:
                         raise
                     log.debug("left to the engine", extra={"reason": unknown.problem})
         return await self._ask_once(model, request, authorization)
@@ -392,20 +419,22 @@ class TextTokenizer:
         return tokens
 
     async def _ask_engines(self, model: str, request: TokenRequest, authorization: str | None) -> FoundTokens:
-        """Query the engines that can make the tokens, the least busy first.
+        """Query the renderers that can make the tokens, and then the engines, the least busy first.
 
         Raises:
             TokensUnknown: None of them could return the tokens.
         """
         verdicts = await self._engines.verdicts(model)
+        problem: TokensUnknown | None = None
+        if model in self._renderers.models:
+            tokens = await self._ask_renderers(model, request, verdicts)
+            if isinstance(tokens, FoundTokens):
+                return tokens
+            problem = tokens
         urls = [url for url, verdict in verdicts.items() if token_path(verdict, request) is not None]
         if not urls:
-            raise self._engines.why_none(model, request, verdicts)
-        # Take the least busy engine first, and equals in random order.
-        self._rng.shuffle(urls)
-        urls.sort(key=self._client.asks)
-        problem = None
-        for url in urls[:ENGINES_TRIED]:
+            raise problem or self._engines.why_none(model, request, verdicts)
+        for url in self._in_turn(self._staying(model, urls), self._client):
             try:
                 return await self._ask(model, url, verdicts[url], request, authorization)
             except Absent:
@@ -419,10 +448,88 @@ class TextTokenizer:
         assert problem is not None
         raise problem
 
+    def _in_turn(self, urls: list[str], client: EngineClient) -> list[str]:
+        """Return the servers to query: the least busy first, and equals in random order."""
+        self._rng.shuffle(urls)
+        urls.sort(key=client.asks)
+        return urls[:ENGINES_TRIED]
+
+    def _staying(self, model: str, urls: list[str]) -> list[str]:
+        """Return the engines among `urls` that do not drain, or all of them if each one drains.
+
+        A draining engine may end before it answers.
+        """
+        draining = {engine.url for engine in self._engines.of(model) if engine.drains}
+        return [url for url in urls if url not in draining] or urls
+
+    async def _ask_renderers(
+        self, model: str, request: TokenRequest, engines: Mapping[str, Verdict]
+    ) -> FoundTokens | TokensUnknown | None:
+        """Return the tokens that a renderer makes of a request; else the problem, or None if no renderer is trusted.
+
+        Raises:
+            TokensUnknown: The request may have broken a renderer, so it must not be sent to an engine for its tokens.
+        """
+        problem: TokensUnknown | None = None
+        url = ""
+        try:
+            async with asyncio.timeout(self._timeout_s * RENDERER_SHARE):
+                await self._renderers.known(model)
+                if not engines and self._engines.of(model):
+                    # No engine is verified yet, so there is nothing to compare with.
+                    return None
+                trusted = self._renderers.trusted(model, request, engines)
+                for url in self._in_turn(trusted, self._renderer_client):
+                    try:
+                        return await self._render(model, url, request)
+                    except TokensUnknown as unknown:
+                        if unknown.broke_engine:
+                            self._renderers.doubt(model, url, unknown.problem)
+                            raise
+                        problem = TokensUnknown(unknown.reason, f"the renderer at {url}: {unknown.problem}")
+                        if unknown.reason == "refused":
+                            # Its limits may be others than the engine's, so the engine decides.
+                            return TokensUnknown("unverified", problem.problem)
+                        self._renderers.doubt(model, url, unknown.problem)
+        except TimeoutError:
+            text = f"no answer within {self._timeout_s * RENDERER_SHARE:g} s"
+            if url:
+                self._renderers.doubt(model, url, text)
+                problem = TokensUnknown("timeout", f"the renderer at {url}: {text}")
+        return problem
+
+    async def _render(self, model: str, url: str, request: TokenRequest) -> FoundTokens:
+        """Return the tokens that a renderer makes of a request. Raises TokensUnknown."""
+        verdict = self._renderers.way(model, url)
+        if verdict is None or token_path(verdict, request) != "render":
+            raise TokensUnknown("unreachable", "it is being verified again")
+        try:
+            return await self._ask(model, url, verdict, request, None, self._renderer_client)
+        except Absent as absent:
+            raise TokensUnknown("unreachable", str(absent)) from None
+        except TokensUnknown as unknown:
+            if unknown.reason == "unauthorized":
+                raise TokensUnknown("unreachable", KEY_WANTED) from None
+            raise
+
     async def _ask(
-        self, model: str, url: str, verdict: Verdict, request: TokenRequest, authorization: str | None
+        self,
+        model: str,
+        url: str,
+        verdict: Verdict,
+        request: TokenRequest,
+        authorization: str | None,
+        client: EngineClient | None = None,
     ) -> FoundTokens:
-        """Query one engine by its render endpoint or its /tokenize.
+        """Query one engine or renderer by its render endpoint or its /tokenize.
+
+        Args:
+            model: The model as its workers are registered.
+            url: The engine's URL.
+            verdict: What is known of the engine.
+            request: The request.
+            authorization: The header that the client sent for the engine.
+            client: Sends the request; None for the client of engines.
 
         Raises:
             Absent: The engine has no such endpoint.
@@ -430,7 +537,7 @@ class TextTokenizer:
         """
         if token_path(verdict, request) == "render":
             path = verdict.ways.render_paths[request.kind]
-            answer = await self._client.post(url, path, render_body(request, model), authorization)
+            answer = await (client or self._client).post(url, path, render_body(request, model), authorization)
             ids, items = await self._parsed(answer, lambda: rendered(request.kind, answer))
             return FoundTokens(ids, "render", items)
         body = tokenize_body(request, verdict.tokenize_quirks, verdict.ways)

@@ -7,7 +7,7 @@ A prompt without tokens is placed by load alone and nothing fails, so without th
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import msgspec
 
@@ -19,6 +19,11 @@ from kvrouter.router.route.tokens.prompt_tokens import Prompt, Reason
 WINDOW = 64
 COUNTED_MIN = 8
 HALF = 0.5
+# A text counts for ten minutes, so that a problem without new texts ends.
+COUNTED_S = 600.0
+# Reasons that end as soon as an engine of the model is verified, and those that end when chats and texts have a source.
+WITHOUT_ENGINE: frozenset[Reason] = frozenset({"no_engine", "unreachable", "unauthorized"})
+WITHOUT_SOURCE: frozenset[Reason] = frozenset({"unverified", "unsupported"})
 # Reasons that lie in the client's request: an engine refuses the request, or the request has no tokens by its nature.
 OF_THE_REQUEST: frozenset[Reason] = frozenset({"refused", "media", "embeds"})
 
@@ -46,8 +51,11 @@ class MissingTokens(msgspec.Struct, frozen=True):
 class UnknownPrompts:
     """The last texts of each model, each with the reason if its tokens were not found."""
 
-    def __init__(self) -> None:
-        self._reasons: dict[str, deque[Reason | None]] = {}
+    def __init__(self, clock: Callable[[], float]) -> None:
+        # Returns seconds.
+        self._clock = clock
+        # By model: when each text came, and the reason if its tokens were not found.
+        self._reasons: dict[str, deque[tuple[float, Reason | None]]] = {}
         self._problems: dict[tuple[str, Reason], str] = {}
 
     def add(self, model: str, prompt: Prompt) -> None:
@@ -57,7 +65,7 @@ class UnknownPrompts:
         reasons = self._reasons.get(model)
         if reasons is None:
             reasons = self._reasons[model] = deque(maxlen=WINDOW)
-        reasons.append(prompt.reason)
+        reasons.append((self._clock(), prompt.reason))
         if prompt.reason is not None:
             self._problems[model, prompt.reason] = prompt.problem
 
@@ -68,9 +76,17 @@ class UnknownPrompts:
             for key in [key for key in self._problems if key[0] == model]:
                 del self._problems[key]
 
+    def end(self, model: str, reasons: Collection[Reason]) -> None:
+        """Forget the texts of a model whose tokens were missing for reasons that have ended."""
+        texts = self._reasons.get(model)
+        if texts is not None:
+            self._reasons[model] = deque((text for text in texts if text[1] not in reasons), maxlen=WINDOW)
+
     def found(self) -> Iterator[MissingTokens]:
         """Yield the models most of whose texts have no tokens."""
-        for model, reasons in self._reasons.items():
+        oldest_s = self._clock() - COUNTED_S
+        for model, texts in self._reasons.items():
+            reasons = [reason for time_s, reason in texts if time_s >= oldest_s]
             missing = Counter(reason for reason in reasons if reason is not None)
             if len(reasons) < COUNTED_MIN or missing.total() <= HALF * len(reasons):
                 continue

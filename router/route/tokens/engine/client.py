@@ -18,6 +18,7 @@ from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.model.engines.engine import TokenEndpoints
 from kvrouter.router.model.workers.engine_answers import KEY_WANTED
 from kvrouter.router.model.workers.engine_key import EngineKey
+from kvrouter.router.model.workers.renderer_spec import RendererKeys
 from kvrouter.router.route.tokens.engine.wire import refusal_of
 from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
 
@@ -48,6 +49,8 @@ class Engine(NamedTuple):
     life: str
     # Its endpoints for tokens.
     ways: TokenEndpoints
+    # Whether it takes no new requests, because it will end.
+    drains: bool = False
 
 
 class Absent(Exception):
@@ -57,7 +60,7 @@ class Absent(Exception):
 class EngineClient:
     """The client for token requests to engines."""
 
-    def __init__(self, session: aiohttp.ClientSession, key: EngineKey) -> None:
+    def __init__(self, session: aiohttp.ClientSession, key: EngineKey | RendererKeys) -> None:
         # It has the limits on connections; callers set the deadline.
         self._session = session
         # The engines' key, for requests that bring none.

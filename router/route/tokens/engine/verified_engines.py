@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from kvrouter.contract.worker_status import TokensStatus
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.route.tokens.engine.client import Engine, EngineClient
+from kvrouter.router.route.tokens.engine.renderers import Renderers
 from kvrouter.router.route.tokens.engine.verification import EQUAL, LocalMaker, Verdict, Verifier, same_truths
 from kvrouter.router.route.tokens.engine.wire import ONLY_RENDERED
 from kvrouter.router.route.tokens.prompt_tokens import Reason, Source, TokensUnknown
@@ -67,6 +68,7 @@ class VerifiedEngines:
         engines: Callable[[str], Sequence[Engine]],
         client: EngineClient,
         local: Mapping[str, LocalMaker],
+        renderers: Renderers,
         changed: Callable[[str], None],
         metrics: TokenMetrics,
         clock: Callable[[], float],
@@ -77,6 +79,7 @@ class VerifiedEngines:
         self._client = client
         # Local tokenizers, by model.
         self._local = local
+        self._renderers = renderers
         self._judge = Verifier(client, local)
         # Called with a model when one of its engines was verified again.
         self._changed = changed
@@ -155,7 +158,7 @@ class VerifiedEngines:
         """Start verifying new and restarted engines, and forget engines that are gone."""
         models = set(self._models())
         self._wanted &= models
-        models &= self._wanted | self._local.keys()
+        models &= self._wanted | self._local.keys() | set(self._renderers.models)
         for model in models:
             self._begin_judging(model)
         present = {(model, engine.url) for model in models for engine in self.of(model)}
@@ -168,6 +171,8 @@ class VerifiedEngines:
         self._metrics.mismatches.set(
             sum(bool(self._problems(*key, judged.verdict)) for key, judged in self._judged.items() if judged.verdict)
         )
+        self._renderers.look(models, present)
+        self._metrics.renderers_unusable.set(len({url for _, url, _ in self.renderer_problems()}))
 
     def all_alike(self, model: str) -> bool:
         """Return whether every engine of the model is judged and all make the same tokens of the probes."""
@@ -212,14 +217,46 @@ class VerifiedEngines:
             "render": verdict.renders,
             "tokenize": EQUAL in verdict.tokenizes.values(),
         }
+        problems = self._problems(model, url, verdict)
+        if model in self._renderers.models:
+            ways["render"] |= bool(self._renderers.features(model, url, verdict))
+            own = self._renderers.problems(model, {url: verdict}, PROBE_NAMES)
+            problems += [f"renderer {renderer}: {problem}" for renderer, problem in own]
         way = next((name for name, can in ways.items() if can), "none")
-        return TokensStatus(way, "; ".join(self._problems(model, url, verdict)))
+        return TokensStatus(way, "; ".join(problems))
 
     def health(self) -> list[str]:
-        """Return the differences to the engines' own tokens, as sentences for `/health`."""
+        """Return the differences to the engines' own tokens, and the renderers' problems, as sentences for `/health`."""
         return [
             f"model {printable(model)}{url and ' at '}{url}: {problem}" for model, url, problem in self.differences()
+        ] + [f"model {printable(model)}, renderer {url}: {problem}" for model, url, problem in self.renderer_problems()]
+
+    def renderer_problems(self) -> list[tuple[str, str, str]]:
+        """Return the renderers that are away or differ from an engine: model, URL and problem."""
+        verdicts: dict[str, dict[str, Verdict]] = {}
+        for model, url, verdict in self._present():
+            verdicts.setdefault(model, {})[url] = verdict
+        return [
+            (model, url, problem)
+            for model in sorted(set(self._renderers.models) & set(self._models()))
+            for url, problem in self._renderers.problems(model, verdicts.get(model, {}), PROBE_NAMES)
         ]
+
+    def has_source(self, model: str) -> bool:
+        """Return whether something is known to make an engine's own tokens of the model's chats and texts."""
+        verdicts = [(url, verdict) for judged_model, url, verdict in self._present() if judged_model == model]
+        return any(
+            verdict.renders
+            or {"chat", "text"}
+            <= {
+                feature
+                for results in (verdict.tokenizes, verdict.local)
+                for feature, result in results.items()
+                if result == EQUAL
+            }
+            | self._renderers.features(model, url, verdict)
+            for url, verdict in verdicts
+        )
 
     def differences(self) -> list[tuple[str, str, str]]:
         """Return where tokens are not known to be the engines' own: model, engine's URL and problem.
@@ -241,14 +278,16 @@ class VerifiedEngines:
     def front_ends(self) -> list[tuple[str, str, str]]:
         """Return the front ends without the engine's render endpoints: model, URL, and what they lack.
 
-        A front end is left out if the router's own tokenizer makes the tokens of its engine.
+        A front end is left out if the router's own tokenizer, or a renderer, makes the tokens of its engine.
         """
-        return [
-            (model, url, _lack(verdict))
-            for model, url, verdict in self._present()
-            if verdict.front_end
-            and not (model in self._local and all(result == EQUAL for result in verdict.local.values()))
-        ]
+        lacking = []
+        for model, url, verdict in self._present():
+            if verdict.front_end:
+                rendered = self._renderers.features(model, url, verdict)
+                local = model in self._local and all(result == EQUAL for result in verdict.local.values())
+                if not local and rendered != verdict.truths.keys():
+                    lacking.append((model, url, _lack(verdict, rendered)))
+        return lacking
 
     def _present(self) -> Iterator[tuple[str, str, Verdict]]:
         """Yield model, URL and verdict of each judged engine that is registered and not down.
@@ -267,7 +306,10 @@ class VerifiedEngines:
         The sources are the local tokenizer, the engine's /tokenize, and the model's other engines.
         """
         problems = []
-        for name, results in (("the tokenizer here", verdict.local), ("its /tokenize", verdict.tokenizes)):
+        # Nothing else is needed for a feature that a renderer has.
+        rendered = self._renderers.features(model, url, verdict)
+        tokenizes = {feature: result for feature, result in verdict.tokenizes.items() if feature not in rendered}
+        for name, results in (("the tokenizer here", verdict.local), ("its /tokenize", tokenizes)):
             for feature, result in results.items():
                 # A request that the engine itself refuses is no difference.
                 if result != EQUAL and not isinstance(verdict.truths.get(feature), str):
@@ -284,12 +326,17 @@ class VerifiedEngines:
         return problems
 
 
-def _lack(verdict: Verdict) -> str:
-    """Return a sentence that says which requests are placed by load because of a front end without render endpoints."""
+def _lack(verdict: Verdict, rendered: Collection[Feature]) -> str:
+    """Return a sentence that says which requests are placed by load because of a front end without render endpoints.
+
+    Args:
+        verdict: The verdict on the engine behind the front end.
+        rendered: The features for which a renderer makes the engine's tokens.
+    """
     lost = [
         PROBE_NAMES[feature]
         for feature in verdict.truths
-        if EQUAL not in (verdict.tokenizes.get(feature), verdict.local.get(feature))
+        if feature not in rendered and EQUAL not in (verdict.tokenizes.get(feature), verdict.local.get(feature))
     ]
     return (
         f"{verdict.front_end} has no render endpoints ({', '.join(sorted(verdict.ways.render_paths.values()))}), so these "

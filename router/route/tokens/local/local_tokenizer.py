@@ -26,7 +26,7 @@ from kvrouter.router.route.tokens.local.chat_messages import conversation, tools
 from kvrouter.router.route.tokens.local.chat_template import OWN_ARGUMENTS, ChatTemplate
 from kvrouter.router.route.tokens.local.piece_cache import PieceCache
 from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
-from kvrouter.router.route.tokens.token_request import TRUNCATION, TokenRequest
+from kvrouter.router.route.tokens.token_request import LEFT_TO_THE_ENGINE, TokenRequest
 
 # The names of special tokens that templates may use. Source: transformers 5, SPECIAL_TOKENS_ATTRIBUTES.
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -36,10 +36,6 @@ SETTINGS = "tokenizer_config.json"
 
 # The limit on the size of one file; the largest tokenizers have some 35 MB.
 MAX_FILE_BYTES = 256 * 1024**2
-
-# Fields that only the engine can read; for example, a flag of the engine decides whether a client's template is
-# refused.
-LEFT_TO_THE_ENGINE = (TRUNCATION, "suffix", "chat_template", "mm_processor_kwargs", "media_io_kwargs")
 
 
 # vLLM passes the parts of contents to a template that loops over them. If text and parts lead to the same tokens of the
