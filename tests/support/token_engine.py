@@ -12,7 +12,11 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from aiohttp import web
+
+from kvrouter.router.route.tokens.responses_conversation import as_chat
+from kvrouter.router.route.tokens.token_request import TokenRequest
 
 TOOLS_TOKEN, SYSTEM_TOKEN = 900, 901
 
@@ -21,11 +25,14 @@ def tokens_of(body: dict[str, Any], *, drop_tools: bool = False) -> list[int]:
     """Return the tokens that this engine makes of a request; chats and texts are encoded in different ways."""
     if "prompt" in body:
         return [1, *str(body["prompt"]).encode()]
+    if "input" in body:
+        chat = as_chat(TokenRequest("responses", {name: msgspec.Raw(msgspec.json.encode(body[name])) for name in body}))
+        body = {name: chat.value(name) for name in chat.fields}
     ids = [SYSTEM_TOKEN]
     if body.get("tools") and not (drop_tools and body.get("tool_choice") == "none"):
         ids += [TOOLS_TOKEN, *json.dumps(body["tools"]).encode()]
     for message in body["messages"]:
-        content = message["content"]
+        content = message.get("content")
         if isinstance(content, list):
             content = "".join(part.get("text", "") if isinstance(part, dict) else part for part in content)
         ids += [*message["role"].encode(), 0, *(content or "").encode(), 2]
@@ -46,6 +53,8 @@ class TokenEngine:
         self.go_on = asyncio.Event()
         # The connection of a request that contains this text is cut.
         self.dies_of: str | None = None
+        # Requests that contain this text are refused, as a template refuses them.
+        self.refused: str | None = None
         # The `features` in render's answers to requests with images.
         self.features: dict[str, Any] | None = None
         self.tokens: Callable[[dict[str, Any]], list[int]] = tokens_of
@@ -96,6 +105,8 @@ class TokenEngine:
             self.at_once -= 1
 
     def _answer(self, path: str, body: dict[str, Any]) -> web.Response:
+        if self.refused is not None and self.refused in str(body):
+            return web.json_response({"error": {"message": "the template refuses it"}}, status=400)
         if path in self.statuses:
             error = {"error": {"message": f"{path} says no", "type": "BadRequestError", "code": self.statuses[path]}}
             return web.json_response(error, status=self.statuses[path])
@@ -109,6 +120,11 @@ class TokenEngine:
             features = self.features if "image_url" in str(body) else None
             rendered = {"request_id": "r", "token_ids": ids, "features": features, "sampling_params": {"max_tokens": 1}}
             return web.json_response([rendered] if "completions/render" in path and "chat" not in path else rendered)
+        if path == "/v1/responses":
+            messages = (
+                [{"message": "", "tokens": ids}] if self.tells_ids and body.get("enable_response_messages") else None
+            )
+            return web.json_response({"id": "r", "usage": {"input_tokens": len(ids)}, "input_messages": messages})
         usage = {"prompt_tokens": len(ids), "completion_tokens": 1, "total_tokens": len(ids) + 1}
         completion: dict[str, Any] = {"id": "c", "choices": [{"index": 0}], "usage": usage}
         if self.tells_ids and body.get("return_token_ids"):

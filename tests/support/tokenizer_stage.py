@@ -21,7 +21,7 @@ from kvrouter.router.model.engines.vllm.description import VLLM
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.engine_key import EngineKey
 from kvrouter.router.model.workers.renderer_spec import RendererSpec
-from kvrouter.router.route.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
+from kvrouter.router.route.tokens.client_body import CHAT_PATH, RESPONSES_PATH, TEXT_PATH, read_client_body
 from kvrouter.router.route.tokens.engine.client import Engine
 from kvrouter.router.route.tokens.engine.verification import LocalMaker
 from kvrouter.router.route.tokens.engine.wire import RenderQuirks
@@ -46,6 +46,7 @@ class Here:
     """A local tokenizer with the same tokens as the scripted engine, but for requests with the feature `wrong`."""
 
     held_bytes = 0
+    reads_responses = False
 
     def __init__(self, wrong: str = "") -> None:
         self.wrong = wrong
@@ -53,7 +54,7 @@ class Here:
 
     def ids(self, request: TokenRequest, quirks: RenderQuirks) -> NDArray[np.int64]:
         self.made += 1
-        if request.kind == "responses" or request.has("chat_template"):
+        if (request.kind == "responses" and not self.reads_responses) or request.has("chat_template"):
             raise TokensUnknown("unsupported", "chat_template is not read here")
         body = {name: request.value(name) for name in request.fields}
         tokens = tokens_of(body, drop_tools=not quirks.keeps_unused_tools)
@@ -89,6 +90,11 @@ class Case:
     async def text(self, prompt: Any, **more: Any) -> Prompt:
         return await self.tokenizing.prompt(
             TEXT_PATH, MODEL, read_client_body(TEXT_PATH, msgspec.json.encode({"prompt": prompt} | more))
+        )
+
+    async def response(self, **body: Any) -> Prompt:
+        return await self.tokenizing.prompt(
+            RESPONSES_PATH, MODEL, read_client_body(RESPONSES_PATH, msgspec.json.encode(body))
         )
 
     def asked(self, *paths: str) -> int:

@@ -44,6 +44,7 @@ from kvrouter.router.observe.findings.explanations import EXPLANATIONS
 from kvrouter.router.observe.findings.finding import CODES, PAGE
 from kvrouter.router.observe.quality.prediction_judge import Doubt, DoubtKind
 from kvrouter.router.route.load.prompt_lengths import PromptLengths
+from kvrouter.router.route.tokens.engine.verified_engines import UnreadResponses
 from kvrouter.router.route.tokens.unknown_prompts import MissingTokens
 from kvrouter.router.serve.proxy.refused_requests import Difference
 
@@ -178,6 +179,7 @@ FAULTS: dict[str, Snapshot] = {
     "KV405": snapshot(tokens=[("m", URL, "engines of the model make different tokens of one text")]),
     "KV406": snapshot(missing_tokens=[MissingTokens("m", 9, 9, "unauthorized", "it answers 401")]),
     "KV407": doubt(DoubtKind.UNFORESEEN),
+    "KV409": snapshot(unread_responses=[UnreadResponses("m", "each request to /v1/responses is placed by load", True)]),
     "KV408": snapshot(front_ends=[("m", URL, "vLLM's Rust front end 0.33.0 has no render endpoints")]),
     "KV410": snapshot(renderers=[("m", URL, "it is not used until it is verified: no answers within 5 s")]),
     "KV501": snapshot(store=StoreFacts(problem="Redis has not answered for 3 s")),

@@ -173,6 +173,7 @@ class Diagnosis:
             tokens=self._tokens.differences(),
             front_ends=self._tokens.front_ends(),
             renderers=self._tokens.renderer_problems(),
+            unread_responses=tuple(self._tokens.unread_responses()),
             missing_tokens=tuple(self._tokens.missing()),
             store=StoreFacts(
                 problem=store.problem or "",

@@ -45,6 +45,8 @@ DOUBTS = {
 WITH_RENDERING = (
     "start vLLM with --enable-scale-out, or kvrouter serve --tokenizer MODEL=FOLDER or --renderer MODEL=URL"
 )
+RENDERS_RESPONSES = "start vLLM 0.31 or later with --enable-scale-out, or kvrouter serve --tokenizer MODEL=FOLDER or --renderer MODEL=URL"
+KEEPS_CONVERSATIONS = "none at the engine; clients can send x-session-id, which keeps a conversation at its worker"
 # The fix for each reason for which tokens are missing.
 TOKEN_FIXES: dict[Reason, str] = {
     "timeout": "kvrouter serve --tokenizer MODEL=FOLDER, or --tokenize-timeout-s S with more",
@@ -71,6 +73,9 @@ def prediction_findings(snapshot: Snapshot) -> Iterator[Finding]:
         yield found("KV405", Subject.of_engine(model, url), problem)
     for model, url, problem in snapshot.front_ends:
         yield found("KV408", Subject.of_engine(model, url), problem)
+    for unread in snapshot.unread_responses:
+        fix = RENDERS_RESPONSES if unread.can_render else KEEPS_CONVERSATIONS
+        yield found("KV409", Subject.of_model(unread.model), unread.problem, fix)
     for model, url, problem in snapshot.renderers:
         yield found("KV410", Subject.of_engine(model, url), f"renderer {url}: {problem}")
 

@@ -19,6 +19,7 @@ from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.router.model.workers.unregistered_worker import UnregisteredWorker
 from kvrouter.router.observe.findings.subject import Subject
 from kvrouter.router.observe.quality.prediction_judge import Doubt
+from kvrouter.router.route.tokens.engine.verified_engines import UnreadResponses
 from kvrouter.router.route.tokens.unknown_prompts import MissingTokens
 from kvrouter.router.serve.proxy.refused_requests import Difference
 
@@ -159,6 +160,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     front_ends: Sequence[tuple[str, str, str]] = ()
     # The renderers that are away or differ from an engine: model, renderer's URL and problem.
     renderers: Sequence[tuple[str, str, str]] = ()
+    # Models whose requests to /v1/responses are placed by load.
+    unread_responses: Sequence[UnreadResponses] = ()
     # Models whose texts mostly have no tokens.
     missing_tokens: Sequence[MissingTokens] = ()
     store: StoreFacts = StoreFacts()

@@ -46,6 +46,8 @@ class TokenEndpoints(msgspec.Struct, frozen=True, eq=False):
     names_arguments: bool
     # Whether the engine converts messages of Anthropic's API into chats in the same way as this router.
     reads_messages: bool
+    # The same for the bodies of `/v1/responses`.
+    reads_responses: bool
     # The path whose answer names a front end that stands before the engine, or "" if the engine never has one.
     version_path: str = ""
     # Returns the name and version of the front end in such an answer, for people, or "" if the engine itself answers.

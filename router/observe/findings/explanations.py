@@ -367,6 +367,14 @@ EXPLANATIONS: dict[str, Explanation] = {
         "router tries it again by itself, at least every 30 seconds. If it wants an API key, name the key: "
         "`--renderer MODEL=URL,key=NAME`, with NAME of `--worker-api-keys-file`.",
     ),
+    "KV409": Explanation(
+        "The router makes of a body of `/v1/responses` the chat that vLLM makes of it, and probes compare the tokens with "
+        "the engine's. They differ for these requests, so no reuse is predicted for them. Usual causes are vLLM before "
+        "0.25, a template that writes a whole tool call, whose keys `/tokenize` has in another order, or SGLang, which reads "
+        "such bodies in another way. The finding begins with the first such request, and ends when a worker can read them.",
+        "Start vLLM 0.31 or later with `--enable-scale-out`, or give the router the engine's tokenizer folder "
+        "(`--tokenizer MODEL=FOLDER`). For SGLang, have clients send `x-session-id`: it keeps a conversation at its worker.",
+    ),
     "KV501": Explanation(
         "Redis does not answer, or it takes no commits. Answers continue from memory; other routers learn "
         "nothing, and new workers cannot be registered.",

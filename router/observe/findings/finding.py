@@ -73,6 +73,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "KV406": (ERROR, "most text prompts have no tokens"),
     "KV407": (WARNING, "the engine reuses more than is predicted"),
     "KV408": (WARNING, "the engine's front end has no render endpoints"),
+    "KV409": (WARNING, "requests to /v1/responses are placed by load"),
     "KV410": (WARNING, "a renderer is away or differs"),
     "KV501": (ERROR, "Redis does not do what the router needs"),
     "KV502": (ERROR, "Redis evicts keys"),

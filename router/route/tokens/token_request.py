@@ -40,7 +40,15 @@ from kvrouter.router.route.tokens.prompt_tokens import Prompt, TokensUnknown
 
 Kind = Literal["chat", "text", "responses", "messages"]
 # The features by which a way to find tokens is judged; each has a probe (`probes.py`).
-Feature = Literal["chat", "tools", "continued", "text", "messages", "message tools", "inline system"]
+ResponseFeature = Literal[
+    "responses",
+    "response tools",
+    "unused response tools",
+    "response tool kinds",
+    "response calls",
+    "response call kinds",
+]
+Feature = Literal["chat", "tools", "continued", "text", "messages", "message tools", "inline system", ResponseFeature]
 
 # Fields of requests to vLLM, OpenAI or this router that no engine turns into tokens of the prompt. Source: vLLM 0.32.0
 # entrypoints/openai/{chat_completion,completion}/protocol.py, renderers/online_renderer.py.
@@ -70,6 +78,11 @@ WITHOUT_TOKENS = frozenset(
 # All fields that decide the tokens of a message of Anthropic's API. Source: vLLM 0.32.0
 # entrypoints/anthropic/serving.py.
 MESSAGE_FIELDS = ("messages", "system", "tools", "tool_choice", "output_config", "chat_template_kwargs")
+
+# The items of a Response's input that belong to calls of functions, and those of custom tools. Source: vLLM 0.33.0
+# entrypoints/openai/responses/utils.py.
+CALL_ITEMS = ("function_call", "function_call_output")
+CUSTOM_ITEMS = ("custom_tool_call", "custom_tool_call_output")
 
 # These fields matter if a prompt is cut so that its answer fits.
 OUTPUT_LIMITS = ("max_tokens", "max_completion_tokens")
@@ -164,6 +177,8 @@ class TokenRequest:
         """The features that a way to find tokens must have for this request."""
         if self.kind == "messages":
             return self._message_features()
+        if self.kind == "responses":
+            return self._response_features()
         if self.kind != "chat":
             return ("text",)
         features: list[Feature] = ["chat"]
@@ -179,6 +194,19 @@ class TokenRequest:
             features.append("message tools")
         if any(map(message_blocks.is_inline_system, self.messages)):
             features.append("inline system")
+        return tuple(features)
+
+    def _response_features(self) -> tuple[Feature, ...]:
+        features: list[Feature] = ["responses"]
+        tools, items = (_objects(self.value(name)) for name in ("tools", "input"))
+        if tools:
+            features.append("unused response tools" if self.value("tool_choice") == "none" else "response tools")
+            if any(tool.get("type") != "function" for tool in tools):
+                features.append("response tool kinds")
+        if any(item.get("type") in CALL_ITEMS for item in items):
+            features.append("response calls")
+        if any(item.get("type") in CUSTOM_ITEMS or item.get("namespace") for item in items):
+            features.append("response call kinds")
         return tuple(features)
 
     def with_fields(self, **changes: Any) -> TokenRequest:
@@ -239,6 +267,10 @@ def read(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64] | List
         if is_given(fields, "previous_response_id"):
             raise TokensUnknown(
                 "unsupported", "previous_response_id: only the engine that has the response knows its prompt"
+            )
+        if b"prompt_token_ids" in bytes(fields.get("kv_transfer_params", NULL)):
+            raise TokensUnknown(
+                "unsupported", "kv_transfer_params.prompt_token_ids of a Response are the engine's to read"
             )
         return TokenRequest("responses", relevant)
     if path == EMBEDDINGS_PATH and "input" in relevant:
@@ -386,6 +418,11 @@ def _decoded(raw: msgspec.Raw, name: str) -> Any:
         return msgspec.json.decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise BadQuestion(f"{name} cannot be read: {error}", code="malformed_body") from None
+
+
+def _objects(values: Any) -> list[dict[str, Any]]:
+    """Return the objects of a list; none of a value that is no list."""
+    return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
 
 
 def _has_media(message: dict[str, Any]) -> bool:

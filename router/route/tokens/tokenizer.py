@@ -142,6 +142,7 @@ class TextTokenizer:
         self.differences = self._engines.differences
         self.front_ends = self._engines.front_ends
         self.renderer_problems = self._engines.renderer_problems
+        self.unread_responses = self._engines.unread_responses
         # Queries to engines under way, by model, request and key; callers that need the same tokens share one.
         self._under_way: dict[tuple[str, bytes, str | None], asyncio.Task[FoundTokens]] = {}
         self._waiting = 0

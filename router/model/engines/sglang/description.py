@@ -116,6 +116,7 @@ TOKENS = TokenEndpoints(
     ignored_fields=frozenset({"add_generation_prompt", "add_special_tokens"}),
     names_arguments=False,
     reads_messages=False,
+    reads_responses=False,
 )
 
 FLAGS = OperatorFlags(

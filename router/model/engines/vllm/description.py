@@ -145,6 +145,7 @@ TOKENS = TokenEndpoints(
     ignored_fields=frozenset(),
     names_arguments=True,
     reads_messages=True,
+    reads_responses=True,
     version_path="/version",
     front_end_in=front_end_in,
 )

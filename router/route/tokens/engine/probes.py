@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvrouter.router.route.tokens.token_request import Feature, Kind, TokenRequest
 
 USER = {"role": "user", "content": " What is the capital of  France?\n"}
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "weather",
@@ -25,7 +25,7 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
-CALL = {
+CALL: dict[str, Any] = {
     "id": "call_1",
     "type": "function",
     "function": {"name": "weather", "arguments": '{"city": "Paris", "days": 2}'},
@@ -130,12 +130,74 @@ PLAIN_CHAT = _probe(
     "chat", {"messages": [USER, {"role": "assistant", "content": "Paris"}, {"role": "user", "content": "日本?"}]}
 )
 
+# Probes for Responses, which vLLM turns into chats. The first shows whether items are merged as from 0.25 on.
+_ANSWERED: list[dict[str, Any]] = [
+    USER,
+    {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "A capital."}]},
+    {"role": "assistant", "content": "Paris – 105 km². "},
+]
+_RESPONSES: dict[str, Any] = {
+    "instructions": "You are brief. Größe: 日本.",
+    "input": [
+        *_ANSWERED,
+        {
+            "role": "user",
+            "content": [{"type": "input_text", "text": " And of Japan? "}, {"type": "input_text", "text": "日本"}],
+        },
+    ],
+}
+_FUNCTION: dict[str, Any] = {"type": "function"} | TOOL["function"]
+_RESPONSE_CALL: dict[str, Any] = {"type": "function_call", "call_id": "call_1"} | CALL["function"]
+_RESPONSE_CALLS: dict[str, Any] = {
+    "input": [
+        *_ANSWERED,
+        _RESPONSE_CALL,
+        _RESPONSE_CALL | {"call_id": "call_2"},
+        {"type": "function_call_output", "call_id": "call_1", "output": '{"celsius": 21}'},
+        {
+            "type": "function_call_output",
+            "call_id": "call_2",
+            "output": [{"type": "input_text", "text": " 21 "}, {"type": "input_text", "text": "sunny"}],
+        },
+    ],
+}
+_RESPONSE_TOOL_KINDS: dict[str, Any] = {
+    "input": [USER],
+    "tools": [
+        {"type": "custom", "name": "patch", "description": "Change a file"},
+        {"type": "namespace", "name": "maps", "description": "Maps", "tools": [_FUNCTION]},
+        {"type": "web_search_preview"},
+    ],
+}
+_RESPONSE_CALL_KINDS: dict[str, Any] = {
+    "input": [
+        USER,
+        {"type": "custom_tool_call", "call_id": "call_1", "name": "patch", "input": '"Größe"\n'},
+        {"type": "custom_tool_call_output", "call_id": "call_1", "output": "done"},
+        _RESPONSE_CALL | {"namespace": "maps"},
+        {"type": "function_call_output", "call_id": "call_1", "output": "21"},
+    ],
+}
+RESPONSE_PROBES: dict[Feature, TokenRequest] = {
+    "responses": _asked("responses", _RESPONSES),
+    "response tools": _asked("responses", {"input": [USER], "tools": [_FUNCTION]}),
+    "unused response tools": _asked("responses", {"input": [USER], "tools": [_FUNCTION], "tool_choice": "none"}),
+    "response tool kinds": _asked("responses", _RESPONSE_TOOL_KINDS),
+    "response calls": _asked("responses", _RESPONSE_CALLS),
+    "response call kinds": _asked("responses", _RESPONSE_CALL_KINDS),
+}
+# The probe for a template that accepts no system message, or no message of several parts.
+PLAIN_RESPONSES = _asked("responses", {"input": [*_ANSWERED, {"role": "user", "content": "日本?"}]})
+
 # The engine's own result for a probe: the ids, or their number if it does not report them, or its refusal.
 Truth = NDArray[np.int64] | int | str
 
 
 def running(probe: TokenRequest) -> bytes:
     """Return the body with which an engine runs the probe for one token and returns the prompt's ids."""
+    if probe.kind == "responses":
+        further = {"max_output_tokens": 1, "temperature": 0, "store": False, "enable_response_messages": True}
+        return msgspec.json.encode(probe.fields | further)
     return msgspec.json.encode(probe.fields | {"max_tokens": 1, "temperature": 0, "return_token_ids": True})
 
 

@@ -21,7 +21,9 @@ from kvrouter.router.route.tokens.engine.client import Absent, Engine, EngineCli
 from kvrouter.router.route.tokens.engine.probes import (
     MESSAGE_PROBES,
     PLAIN_CHAT,
+    PLAIN_RESPONSES,
     PROBES,
+    RESPONSE_PROBES,
     Truth,
     agrees,
     difference,
@@ -80,9 +82,10 @@ class Verdict(msgspec.Struct, frozen=True, eq=False):
 
     # The engine's endpoints that turn text into tokens.
     ways: TokenEndpoints
-    # Whether it has a render endpoint, and one for messages of Anthropic's API.
+    # Whether it has a render endpoint, one for messages of Anthropic's API, and one for Responses.
     renders: bool
     renders_messages: bool = False
+    renders_responses: bool = False
     # For each feature, EQUAL if /tokenize makes the engine's tokens, or the reason why not; and the quirks with which
     # it does.
     tokenizes: dict[Feature, str] = {}
@@ -129,11 +132,21 @@ class Verifier:
         message_probes = MESSAGE_PROBES if ways.reads_messages else {}
         for feature, probe in message_probes.items():
             renders_messages, truths[feature] = await self._truth(model, engine, probe, renders_messages)
-        probes |= message_probes
+        renders_responses = renders
+        response_probes = dict(RESPONSE_PROBES) if ways.reads_responses else {}
+        for feature in response_probes:
+            renders_responses, truth = await self._truth(model, engine, response_probes[feature], renders_responses)
+            if feature == "responses" and isinstance(truth, str):
+                response_probes[feature] = PLAIN_RESPONSES
+                renders_responses, truth = await self._truth(model, engine, PLAIN_RESPONSES, renders_responses)
+            truths[feature] = truth
+        unrendered = {} if renders else dict(probes)
+        unrendered |= {} if renders_messages else message_probes
+        unrendered |= {} if renders_responses else response_probes
+        probes |= message_probes | response_probes
         tokenizes: dict[Feature, str] = {}
         tokenize_quirks = RenderQuirks()
-        if not renders_messages:
-            unrendered = message_probes if renders else probes
+        if unrendered:
             tokenizes, tokenize_quirks = await self._tokenizes(engine, unrendered, truths)
         local: dict[Feature, str] = {}
         local_quirks = RenderQuirks()
@@ -143,7 +156,16 @@ class Verifier:
                 [(compared(maker.ids, quirks, probes, truths), quirks) for quirks in maker.likely_quirks()]
             )
         return Verdict(
-            ways, renders, renders_messages, tokenizes, tokenize_quirks, local, local_quirks, truths, front_end
+            ways,
+            renders,
+            renders_messages,
+            renders_responses,
+            tokenizes,
+            tokenize_quirks,
+            local,
+            local_quirks,
+            truths,
+            front_end,
         )
 
     async def _truth(self, model: str, engine: Engine, probe: TokenRequest, renders: bool) -> tuple[bool, Truth]:
@@ -166,8 +188,8 @@ class Verifier:
         except Absent as absent:
             return renders, str(absent)
         except TokensUnknown as unknown:
-            # Many engines have no messages: a problem with them must not keep chats from being verified.
-            if unknown.reason != "refused" and probe.kind != "messages":
+            # Many engines have neither: a problem with them must not keep chats from being verified.
+            if unknown.reason != "refused" and probe.kind not in ("messages", "responses"):
                 raise
             return renders, unknown.problem
 
@@ -187,7 +209,7 @@ class Verifier:
 
     async def _tokenized(self, engine: Engine, probe: TokenRequest, truth: Truth, quirks: RenderQuirks) -> str:
         """Return EQUAL if /tokenize makes the engine's own tokens of the probe, else the reason why not."""
-        if isinstance(truth, str) and probe.kind == "messages":
+        if isinstance(truth, str) and probe.kind in ("messages", "responses"):
             return difference(truth, np.empty(0, np.int64))
         try:
             body = tokenize_body(probe, quirks, engine.ways)

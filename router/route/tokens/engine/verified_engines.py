@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from kvrouter.contract.worker_status import TokensStatus
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.route.tokens.engine.client import Engine, EngineClient
+from kvrouter.router.route.tokens.engine.probes import RESPONSE_PROBES
 from kvrouter.router.route.tokens.engine.renderers import Renderers
 from kvrouter.router.route.tokens.engine.verification import EQUAL, LocalMaker, Verdict, Verifier, same_truths
 from kvrouter.router.route.tokens.engine.wire import ONLY_RENDERED
@@ -40,7 +42,27 @@ PROBE_NAMES: dict[Feature, str] = {
     "messages": "message of Anthropic's API",
     "message tools": "message with tools",
     "inline system": "message with a system message among others",
+    "responses": "request to /v1/responses",
+    "response tools": "request to /v1/responses with tools",
+    "unused response tools": "request to /v1/responses with tools that may not be used",
+    "response tool kinds": "request to /v1/responses with tools that are no functions",
+    "response calls": "request to /v1/responses with calls of functions",
+    "response call kinds": "request to /v1/responses with calls of custom tools or in a namespace",
 }
+
+
+# The features that only some requests to /v1/responses have.
+FURTHER_RESPONSES = RESPONSE_PROBES.keys() - {"responses"}
+
+
+class UnreadResponses(NamedTuple):
+    """A model whose requests to `/v1/responses` are placed by load."""
+
+    model: str
+    # Which of them, and why, as a sentence.
+    problem: str
+    # Whether its engines can be started with a render endpoint, which reads them all.
+    can_render: bool
 
 
 class _Judged:
@@ -89,6 +111,8 @@ class VerifiedEngines:
         self._judged: dict[tuple[str, str], _Judged] = {}
         # Models for which a text has come.
         self._wanted: set[str] = set()
+        # The features of requests to /v1/responses whose tokens no engine could make, by model.
+        self._unread_responses: dict[str, set[Feature]] = {}
 
     async def stop(self) -> None:
         """Cancel all verifications."""
@@ -158,6 +182,8 @@ class VerifiedEngines:
         """Start verifying new and restarted engines, and forget engines that are gone."""
         models = set(self._models())
         self._wanted &= models
+        for model in self._unread_responses.keys() - models:
+            del self._unread_responses[model]
         models &= self._wanted | self._local.keys() | set(self._renderers.models)
         for model in models:
             self._begin_judging(model)
@@ -194,6 +220,8 @@ class VerifiedEngines:
             reason = failed[0].reason if failed[0].reason == "unauthorized" else "unreachable"
             return TokensUnknown(reason, failed[0].problem)
         verdict = next(iter(verdicts.values()))
+        if request.kind == "responses":
+            self._unread_responses.setdefault(model, set()).update(request.features)
         for feature in request.features:
             result = verdict.tokenizes.get(feature, EQUAL)
             if result != EQUAL:
@@ -282,12 +310,34 @@ class VerifiedEngines:
         """
         lacking = []
         for model, url, verdict in self._present():
-            if verdict.front_end:
-                rendered = self._renderers.features(model, url, verdict)
-                local = model in self._local and all(result == EQUAL for result in verdict.local.values())
-                if not local and rendered != verdict.truths.keys():
-                    lacking.append((model, url, _lack(verdict, rendered)))
+            lost = self._lost(model, url, verdict, verdict.truths)
+            if verdict.front_end and lost:
+                lacking.append((model, url, _lack(verdict, lost)))
         return lacking
+
+    def unread_responses(self) -> Iterator[UnreadResponses]:
+        """Yield the models whose clients sent requests to `/v1/responses` that no engine's verified way can read.
+
+        A model is left out if `front_ends` has it, or if its engines do not serve that path.
+        """
+        for model, features in self._unread_responses.items():
+            verdicts = []
+            lost = [feature for feature in PROBE_NAMES if feature in features]
+            for other, url, verdict in self._present():
+                if other == model:
+                    verdicts.append(verdict)
+                    lost = self._lost(model, url, verdict, lost)
+            if not verdicts or not lost or verdicts[0].front_end:
+                continue
+            problem = f"{_names(lost)} is placed by load"
+            if reason := verdicts[0].tokenizes.get(lost[0]):
+                problem += f", because the engine's /tokenize differs from how it reads one ({reason})"
+            yield UnreadResponses(model, problem, bool(verdicts[0].ways.render_paths))
+
+    def _lost(self, model: str, url: str, verdict: Verdict, features: Iterable[Feature]) -> list[Feature]:
+        """Return the features whose tokens nobody finds for an engine: no renderer, tokenizer or way of its own."""
+        rendered = self._renderers.features(model, url, verdict)
+        return [feature for feature in features if feature not in rendered and not _reads(verdict, feature)]
 
     def _present(self) -> Iterator[tuple[str, str, Verdict]]:
         """Yield model, URL and verdict of each judged engine that is registered and not down.
@@ -311,8 +361,13 @@ class VerifiedEngines:
         tokenizes = {feature: result for feature, result in verdict.tokenizes.items() if feature not in rendered}
         for name, results in (("the tokenizer here", verdict.local), ("its /tokenize", tokenizes)):
             for feature, result in results.items():
-                # A request that the engine itself refuses is no difference.
-                if result != EQUAL and not isinstance(verdict.truths.get(feature), str):
+                # A request that the engine itself refuses is no difference. Requests to /v1/responses are reported only if
+                # clients send some (`unread_responses`), because versions of vLLM read them differently.
+                if (
+                    result != EQUAL
+                    and feature not in RESPONSE_PROBES
+                    and not isinstance(verdict.truths.get(feature), str)
+                ):
                     problems.append(f"{name} makes other tokens of a {PROBE_NAMES[feature]} than the engine: {result}")
         others = (
             state.verdict
@@ -326,27 +381,32 @@ class VerifiedEngines:
         return problems
 
 
-def _lack(verdict: Verdict, rendered: Collection[Feature]) -> str:
-    """Return a sentence that says which requests are placed by load because of a front end without render endpoints.
-
-    Args:
-        verdict: The verdict on the engine behind the front end.
-        rendered: The features for which a renderer makes the engine's tokens.
-    """
-    lost = [
-        PROBE_NAMES[feature]
-        for feature in verdict.truths
-        if feature not in rendered and EQUAL not in (verdict.tokenizes.get(feature), verdict.local.get(feature))
-    ]
+def _lack(verdict: Verdict, lost: Sequence[Feature]) -> str:
+    """Return a sentence that says which requests are placed by load because of a front end without render endpoints."""
     return (
         f"{verdict.front_end} has no render endpoints ({', '.join(sorted(verdict.ways.render_paths.values()))}), so these "
-        f"are placed by load: {', '.join(['each request to /v1/responses', *(f'each {name}' for name in lost)])}"
+        f"are placed by load: {_names(lost)}"
     )
+
+
+def _names(features: Sequence[Feature]) -> str:
+    """Return the requests with these features, for people."""
+    whole = "responses" in features
+    names = [PROBE_NAMES[feature] for feature in features if not whole or feature not in FURTHER_RESPONSES]
+    return ", ".join(f"each {name}" for name in names)
+
+
+def _reads(verdict: Verdict, feature: Feature) -> bool:
+    """Return whether the tokens of requests with this feature are found, or the engine itself refuses such requests."""
+    renders = verdict.renders_responses if feature in RESPONSE_PROBES else verdict.renders
+    equal = EQUAL in (verdict.tokenizes.get(feature), verdict.local.get(feature))
+    return renders or equal or isinstance(verdict.truths.get(feature), str)
 
 
 def token_path(verdict: Verdict, request: TokenRequest) -> Source | None:
     """Return the way in which this engine can be queried for the request's tokens, or None if there is none."""
-    if verdict.renders_messages if request.kind == "messages" else verdict.renders:
+    renders = {"messages": verdict.renders_messages, "responses": verdict.renders_responses}
+    if renders.get(request.kind, verdict.renders):
         return "render"
     if all(verdict.tokenizes.get(feature) == EQUAL for feature in request.features) and _tokenizable(request):
         return "tokenize"
@@ -355,8 +415,4 @@ def token_path(verdict: Verdict, request: TokenRequest) -> Source | None:
 
 def _tokenizable(request: TokenRequest) -> bool:
     """Return whether /tokenize can read a request of this form."""
-    return (
-        request.kind != "responses"
-        and request.media_at is None
-        and not any(request.has(name) for name in ONLY_RENDERED)
-    )
+    return request.media_at is None and not any(request.has(name) for name in ONLY_RENDERED)

@@ -18,8 +18,9 @@ from kvrouter.router.base.common.errors import BadQuestion
 from kvrouter.router.base.common.json_arrays import token_array
 from kvrouter.router.model.engines.engine import TokenEndpoints
 from kvrouter.router.model.kvcache.multimodal import Items
+from kvrouter.router.route.tokens import responses_conversation
 from kvrouter.router.route.tokens.anthropic_messages import as_chat
-from kvrouter.router.route.tokens.client_body import CHAT_PATH, MESSAGES_PATH, TEXT_PATH
+from kvrouter.router.route.tokens.client_body import CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH, TEXT_PATH
 from kvrouter.router.route.tokens.media_features import MediaFeatures, items_of
 from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
 from kvrouter.router.route.tokens.token_request import TRUNCATION, Kind, TokenRequest
@@ -27,7 +28,7 @@ from kvrouter.router.route.tokens.token_request import TRUNCATION, Kind, TokenRe
 COUNT_PATH = f"{MESSAGES_PATH}/count_tokens"
 TOKENIZE_PATH = "/tokenize"
 # The real endpoints, which show the engine's own tokens of a probe.
-REAL_PATHS: dict[Kind, str] = {"chat": CHAT_PATH, "text": TEXT_PATH}
+REAL_PATHS: dict[Kind, str] = {"chat": CHAT_PATH, "text": TEXT_PATH, "responses": RESPONSES_PATH}
 
 # Fields that only the real endpoint and its render can read.
 ONLY_RENDERED = (TRUNCATION, "suffix")
@@ -45,6 +46,9 @@ class RenderQuirks(msgspec.Struct, frozen=True):
     content_parts: bool = False
     # Whether system messages of Anthropic's API that are not the first are moved to the front.
     merges_system: bool = False
+    # Whether the name of a called function stands before its arguments, as vLLM writes it for Responses; in its chats the
+    # arguments come first. A template may write the whole call.
+    name_first: bool = False
 
 
 def render_body(request: TokenRequest, model: str) -> bytes:
@@ -71,6 +75,10 @@ def tokenize_body(request: TokenRequest, quirks: RenderQuirks, ways: TokenEndpoi
         if not ways.reads_messages:
             raise TokensUnknown("unsupported", "what this engine makes of messages of Anthropic's API is not known")
         request = as_chat(request, merges_system=quirks.merges_system)
+    elif request.kind == "responses":
+        if not ways.reads_responses:
+            raise TokensUnknown("unsupported", f"what this engine makes of {RESPONSES_PATH} is not known")
+        request = responses_conversation.as_chat(request)
     for name in ONLY_RENDERED:
         if request.has(name):
             raise TokensUnknown(
@@ -79,11 +87,6 @@ def tokenize_body(request: TokenRequest, quirks: RenderQuirks, ways: TokenEndpoi
     if request.kind == "text":
         body: dict[str, Any] = {name: request.fields[name] for name in ways.text_fields if name in request.fields}
         return msgspec.json.encode(body)
-    if request.kind != "chat":
-        raise TokensUnknown(
-            "unsupported",
-            f"{REAL_PATHS.get(request.kind, request.kind)} has a render endpoint alone ({ways.how_to_render})",
-        )
     names = request.fields.keys() - ways.ignored_fields if ways.chat_fields is None else ways.chat_fields
     body = {name: request.fields[name] for name in names if name in request.fields}
     if drops_tools(request, quirks):
@@ -159,6 +162,14 @@ class _Refusal(msgspec.Struct):
 
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
+    # The same of a Response.
+    input_tokens: int = 0
+
+
+class _InputMessage(msgspec.Struct):
+    """The prompt of a Response that was queried with enable_response_messages."""
+
+    tokens: list[int] = []
 
 
 class _Choice(msgspec.Struct):
@@ -169,6 +180,7 @@ class _Real(msgspec.Struct):
     usage: _Usage | None = None
     choices: list[_Choice] = []
     prompt_token_ids: list[int] | None = None
+    input_messages: list[_InputMessage] | None = None
 
 
 _rendered = msgspec.json.Decoder(_Rendered)
@@ -223,12 +235,15 @@ def real_ids(answer: bytes) -> NDArray[np.int64] | int:
         completion = _real.decode(answer)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise TokensUnknown("unreachable", f"its answer to a probe is no completion: {error}") from None
-    for ids in (completion.prompt_token_ids, *(choice.prompt_token_ids for choice in completion.choices)):
+    inputs = (message.tokens for message in completion.input_messages or ())
+    choices = (choice.prompt_token_ids for choice in completion.choices)
+    for ids in (completion.prompt_token_ids, *choices, *inputs):
         if ids:
             return np.array(ids, np.int64)
-    if completion.usage is not None and completion.usage.prompt_tokens > 0:
-        return completion.usage.prompt_tokens
-    raise TokensUnknown("unreachable", "its answer to a probe has neither prompt_token_ids nor usage.prompt_tokens")
+    usage = completion.usage or _Usage()
+    if num_tokens := usage.prompt_tokens or usage.input_tokens:
+        return num_tokens
+    raise TokensUnknown("unreachable", "its answer to a probe has neither the prompt's ids nor their number")
 
 
 def counted_tokens(answer: bytes) -> int:

@@ -47,7 +47,7 @@ def _message(message: dict[str, Any], quirks: RenderQuirks) -> dict[str, Any]:
         if calls is not None and not isinstance(calls, list):
             raise _left("tool_calls that are no list")
         if calls:
-            rendered["tool_calls"] = [_tool_call(call) for call in calls]
+            rendered["tool_calls"] = [_tool_call(call, quirks) for call in calls]
         reasoning = message.get("reasoning")
         if reasoning is not None:
             if not isinstance(reasoning, str):
@@ -88,7 +88,7 @@ def _text_of(part: Any) -> str:
     return text
 
 
-def _tool_call(call: Any) -> dict[str, Any]:
+def _tool_call(call: Any, quirks: RenderQuirks) -> dict[str, Any]:
     """Return a tool call with its arguments decoded."""
     if not isinstance(call, dict) or call.keys() != {"id", "type", "function"} or call["type"] != "function":
         raise _left("a tool call of another form")
@@ -97,9 +97,11 @@ def _tool_call(call: Any) -> dict[str, Any]:
         raise _left("a tool call of another form")
     if not all(isinstance(text, str) for text in (call["id"], *function.values())):
         raise _left("a tool call of another form")
+    written = {"name": function["name"]} if quirks.name_first else {}
+    written |= {"arguments": _arguments(function["arguments"]), "name": function["name"]}
     return {
         "id": call["id"],
-        "function": {"arguments": _arguments(function["arguments"]), "name": function["name"]},
+        "function": written,
         "type": "function",
     }
 

@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.regular_file import read_regular
+from kvrouter.router.route.tokens import responses_conversation
 from kvrouter.router.route.tokens.anthropic_messages import as_chat
 from kvrouter.router.route.tokens.engine.wire import RenderQuirks, template_arguments
 from kvrouter.router.route.tokens.local.chat_messages import conversation, tools
@@ -87,14 +88,15 @@ class LocalTokenizer:
                 raise TokensUnknown("unsupported", f"{name} is not read by the tokenizer here; the engine reads it")
         if request.kind == "messages":
             request = as_chat(request, merges_system=quirks.merges_system)
+        elif request.kind == "responses":
+            request = responses_conversation.as_chat(request)
+            quirks = msgspec.structs.replace(quirks, name_first=True)
         special = request.value("add_special_tokens")
         if request.kind == "text":
             text = request.value("prompt")
             if not isinstance(text, str):
                 raise TokensUnknown("unsupported", "the tokenizer here reads text alone")
             return self._encoded(text, special is not False)
-        if request.kind != "chat":
-            raise TokensUnknown("unsupported", "the tokenizer here reads chats and completions alone")
         return self._encoded(self._chat(request, quirks), special is True)
 
     def _encoded(self, text: str, add_special_tokens: bool) -> NDArray[np.int64]:
