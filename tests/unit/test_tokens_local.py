@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from kvrouter.router.base.common.errors import SettingError
-from kvrouter.router.route.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
+from kvrouter.router.route.tokens.client_body import CHAT_PATH, RESPONSES_PATH, TEXT_PATH, read_client_body
 from kvrouter.router.route.tokens.engine.wire import RenderQuirks
 from kvrouter.router.route.tokens.local.local_tokenizer import LocalTokenizer
 from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
@@ -55,6 +55,20 @@ def test_a_chat_becomes_what_its_template_writes(folder: Path) -> None:
     assert text_of(folder, {"messages": [{"role": "system", "content": " Be brief "}, USER]}) == (
         f"{BOS}<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\n{USER['content']}<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+def test_a_call_is_written_with_the_keys_in_the_order_of_its_api(folder: Path) -> None:
+    maker = LocalTokenizer(with_template(folder, "{{ messages[0].tool_calls[0].function | tojson }}"), now)
+    call = {"name": "f", "arguments": "{}"}
+    chat = {"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": call}]}]}
+    response = {"input": [{"type": "function_call", "call_id": "c"} | call]}
+    quirks = RenderQuirks()
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    texts = [
+        tokenizer.decode(maker.ids(request, quirks).tolist())
+        for request in (asked(chat), asked(response, RESPONSES_PATH))
+    ]
+    assert texts == ['{"arguments": {}, "name": "f"}', '{"name": "f", "arguments": {}}']
 
 
 def test_a_message_to_be_continued_ends_where_it_ends(folder: Path) -> None:
