@@ -179,15 +179,15 @@ _RESPONSE_CALL_KINDS: dict[str, Any] = {
     ],
 }
 RESPONSE_PROBES: dict[Feature, TokenRequest] = {
-    "responses": _asked("responses", _RESPONSES),
-    "response tools": _asked("responses", {"input": [USER], "tools": [_FUNCTION]}),
-    "unused response tools": _asked("responses", {"input": [USER], "tools": [_FUNCTION], "tool_choice": "none"}),
-    "response tool kinds": _asked("responses", _RESPONSE_TOOL_KINDS),
-    "response calls": _asked("responses", _RESPONSE_CALLS),
-    "response call kinds": _asked("responses", _RESPONSE_CALL_KINDS),
+    "responses": _probe("responses", _RESPONSES),
+    "response tools": _probe("responses", {"input": [USER], "tools": [_FUNCTION]}),
+    "unused response tools": _probe("responses", {"input": [USER], "tools": [_FUNCTION], "tool_choice": "none"}),
+    "response tool kinds": _probe("responses", _RESPONSE_TOOL_KINDS),
+    "response calls": _probe("responses", _RESPONSE_CALLS),
+    "response call kinds": _probe("responses", _RESPONSE_CALL_KINDS),
 }
 # The probe for a template that accepts no system message, or no message of several parts.
-PLAIN_RESPONSES = _asked("responses", {"input": [*_ANSWERED, {"role": "user", "content": "日本?"}]})
+PLAIN_RESPONSES = _probe("responses", {"input": [*_ANSWERED, {"role": "user", "content": "日本?"}]})
 
 # The engine's own result for a probe: the ids, or their number if it does not report them, or its refusal.
 Truth = NDArray[np.int64] | int | str

@@ -199,9 +199,6 @@ class Renderers:
         """
         if request.media_at is not None or any(request.has(name) for name in LEFT_TO_THE_ENGINE):
             return []
-        if request.kind == "responses" and "text" in request.features:
-            # The probe of a text does not show what is made of a conversation's items.
-            return []
         return [
             renderer.spec.url
             for renderer in self._renderers.get(model, ())
