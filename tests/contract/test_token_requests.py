@@ -118,12 +118,12 @@ async def test_ids_of_the_client_are_used_unchanged() -> None:
     ("path", "body", "reason"),
     [
         (TEXT_PATH, {"prompt": "a", "prompt_embeds": "AAAA"}, "embeds"),
-        ("/v1/responses", {"input": "a", "previous_response_id": "r"}, "unsupported"),
-        ("/v1/embeddings", {"input": "a"}, "unsupported"),
-        (TEXT_PATH, {"prompt": [1, 2], "lora_path": "style"}, "unsupported"),
-        (TEXT_PATH, {"prompt": "a", "extra_key": "x"}, "unsupported"),
-        (CHAT_PATH, {"messages": [{"role": "user", "content": "a"}], "lora_path": "style"}, "unsupported"),
-        ("/v1/audio/speech", {"input": "a"}, "unsupported"),
+        ("/v1/responses", {"input": "a", "previous_response_id": "r"}, "not_looked_up"),
+        ("/v1/embeddings", {"input": "a"}, "not_looked_up"),
+        (TEXT_PATH, {"prompt": [1, 2], "lora_path": "style"}, "not_looked_up"),
+        (TEXT_PATH, {"prompt": "a", "extra_key": "x"}, "not_looked_up"),
+        (CHAT_PATH, {"messages": [{"role": "user", "content": "a"}], "lora_path": "style"}, "not_looked_up"),
+        ("/v1/audio/speech", {"input": "a"}, "not_looked_up"),
     ],
 )
 async def test_a_request_without_tokens_says_why(path: str, body: dict[str, Any], reason: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.router.base.common.errors import CutBody
+from kvrouter.router.base.common.errors import BadQuestion, CutBody
 from kvrouter.router.route.tokens.client_body import read_client_body
 from kvrouter.router.serve.gateway.messages import Incoming, Part, Reply
 from kvrouter.router.serve.gateway.process_stream import ProcessStream, Route
@@ -84,3 +84,30 @@ def test_every_cut_and_repetition_of_pieces_is_the_same_request(body: bytes, dat
 def test_the_beginning_of_a_json_object_is_cut(body: bytes, at: int) -> None:
     with pytest.raises(CutBody):
         read_client_body(PATH, body[: at % len(body.rstrip())])
+
+
+python_values = st.recursive(
+    st.none() | st.integers() | st.floats() | st.text(st.characters() | st.characters(categories=["Cs"])),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+python_names = st.text(st.characters() | st.characters(categories=["Cs"]))
+CODECS = ("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be")
+
+
+@given(
+    st.dictionaries(python_names, python_values, min_size=1, max_size=3),
+    st.booleans(),
+    st.sampled_from(CODECS),
+    st.integers(0),
+)
+def test_the_beginning_of_an_object_that_python_reads_is_cut(
+    value: dict[str, Any], plain: bool, codec: str, at: int
+) -> None:
+    body = json.dumps(value, ensure_ascii=plain).encode(codec, "surrogatepass")
+    with pytest.raises(CutBody):
+        read_client_body(PATH, body[: at % len(body)])
+    # The whole body is not: a client that sends what nobody reads gets its answer at once.
+    with pytest.raises(BadQuestion) as error:
+        read_client_body(PATH, (json.dumps(value, ensure_ascii=plain) + "]").encode(codec, "surrogatepass"))
+    assert not isinstance(error.value, CutBody)

@@ -111,6 +111,17 @@ def test_nothing_continues_before_the_request_is_whole() -> None:
         (b"/team/v1/rerank", "/v1/rerank"),
         (b"/v1/models", "/v1/models"),
         (b"/xv1/messages", "/xv1/messages"),
+        (b"/team/inference/v1/generate", "/inference/v1/generate"),
+        # Without a version, a prefix would make any program's path an engine's.
+        (b"/generate", "/generate"),
+        (b"/pooling", "/pooling"),
+        (b"/reports/generate", "/reports/generate"),
+        (b"/api/v1/generate", "/api/v1/generate"),
+        (b"/v1/classify", "/v1/classify"),
+        (b"/mail/classify", "/mail/classify"),
+        (b"/pool/pooling", "/pool/pooling"),
+        (b"/game/score", "/game/score"),
+        (b"/team/tokenize", "/team/tokenize"),
     ],
 )
 def test_a_routes_prefix_is_not_part_of_the_path(given: bytes, path: str) -> None:

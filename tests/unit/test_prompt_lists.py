@@ -118,7 +118,7 @@ def test_a_list_of_very_many_prompts_is_not_split(item: bytes, per_prompt: int) 
     read_list = read(TEXT_PATH, read_client_body(TEXT_PATH, raw))
     assert isinstance(read_list, ListRequest)
     prompt = given_list(read_list)
-    assert (prompt.num_prompts, prompt.parts, prompt.reason) == (SPLIT_PROMPTS + 1, (), "unsupported")
+    assert (prompt.num_prompts, prompt.parts, prompt.reason) == (SPLIT_PROMPTS + 1, (), "not_looked_up")
     assert prompt.num_tokens >= per_prompt * SPLIT_PROMPTS
     question = prompt.question("m")
     assert question.is_blind and not question.is_counted and question.num_prompts == SPLIT_PROMPTS + 1
@@ -129,7 +129,7 @@ def test_inputs_of_embeddings_are_prompts_if_they_are_ids() -> None:
     assert given_list(read_list).num_tokens == 3
     with pytest.raises(TokensUnknown) as unknown:
         body(["a", "b", "c"], EMBEDDINGS_PATH)
-    assert (unknown.value.reason, unknown.value.num_prompts) == ("unsupported", 3)
+    assert (unknown.value.reason, unknown.value.num_prompts) == ("not_looked_up", 3)
     with pytest.raises(TokensUnknown) as unknown:
         body("a", EMBEDDINGS_PATH)
     assert unknown.value.num_prompts == 1
@@ -139,7 +139,7 @@ def test_pairs_are_placed_by_load_as_one_request() -> None:
     raw = json.dumps({"text_1": "a", "text_2": ["b", "c"]}).encode()
     with pytest.raises(TokensUnknown) as unknown:
         read("/v1/score", read_client_body("/v1/score", raw))
-    assert (unknown.value.reason, unknown.value.num_prompts) == ("unsupported", 1)
+    assert (unknown.value.reason, unknown.value.num_prompts) == ("not_looked_up", 1)
 
 
 @pytest.mark.parametrize("local", [None, Here()])

@@ -76,7 +76,7 @@ def test_the_places_of_media_are_part_of_a_prompt_of_vllm() -> None:
         (GENERATE_PATH, {"token_ids": IDS, "content_parts": [{"type": "image_url"}]}, "media"),
         *((SGLANG_GENERATE_PATH, {"input_ids": IDS, name: "x"}, "media") for name in ("image_data", "audio_data")),
         *(
-            (SGLANG_GENERATE_PATH, {"input_ids": IDS, name: "x"}, "unsupported")
+            (SGLANG_GENERATE_PATH, {"input_ids": IDS, name: "x"}, "not_looked_up")
             for name in ("extra_key", "lora_path", "session_params", "input_embeds")
         ),
     ],

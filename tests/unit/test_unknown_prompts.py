@@ -3,8 +3,13 @@
 
 from __future__ import annotations
 
-import numpy as np
+import json
+from typing import Any
 
+import numpy as np
+import pytest
+
+from kvrouter.router.route.tokens.client_body import read_client_body
 from kvrouter.router.route.tokens.prompt_tokens import Prompt, Reason
 from kvrouter.router.route.tokens.unknown_prompts import (
     COUNTED_MIN,
@@ -14,6 +19,7 @@ from kvrouter.router.route.tokens.unknown_prompts import (
     WITHOUT_ENGINE,
     UnknownPrompts,
 )
+from tests.support.tokenizer_stage import MODEL, case
 
 KNOWN = Prompt(3, np.arange(3), "render")
 
@@ -57,6 +63,35 @@ def test_refusals_of_single_requests_and_given_ids_do_not_count() -> None:
         for _ in range(9):
             texts.add("m", Prompt(3, np.arange(3), "given"))
     assert [missing.counted for missing in texts.found()] == [COUNTED_MIN]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "a text"}),
+        ("/v1/embeddings", {"input": ["a text", "another"]}),
+        ("/v1/embeddings", {"input": [1, 2], "truncate_prompt_tokens": 1}),
+        ("/generate", {"text": ["a text", "another"]}),
+        ("/generate", {"input_ids": [[1, 2], [3]]}),
+        ("/generate", {"text": "a text", "session_params": {"id": "s"}}),
+        ("/v1/completions", {"prompt": ["a"] * 5_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "extra_key": "k"}),
+        ("/v1/responses", {"input": "hi", "previous_response_id": "resp_1"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "thinking": {"type": "disabled"}}),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": "hi"}], "kv_transfer_params": {"prompt_token_ids": [1]}},
+        ),
+    ],
+)
+async def test_requests_that_are_never_looked_up_do_not_count(path: str, body: dict[str, Any]) -> None:
+    body["model"] = MODEL
+    client_body = read_client_body(path, json.dumps(body).encode())
+    async with case() as stage:
+        for _ in range(COUNTED_MIN):
+            prompt = await stage.tokenizing.prompt(path, MODEL, client_body)
+            assert (prompt.source, prompt.reason) == ("none", "not_looked_up") and prompt.problem
+        assert not list(stage.tokenizing.missing())
 
 
 def test_models_are_judged_apart_and_those_that_are_gone_forgotten() -> None:

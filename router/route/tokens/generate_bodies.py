@@ -55,7 +55,7 @@ def check_other_blocks(fields: Fields) -> None:
         return
     for name in OTHER_BLOCKS:
         if is_given(fields, name):
-            raise TokensUnknown("unsupported", f"{name}: only the engine knows which of its blocks the prompt reuses")
+            raise TokensUnknown("not_looked_up", f"{name}: only the engine knows which of its blocks the prompt reuses")
 
 
 def check_sglang_media(fields: Fields) -> None:

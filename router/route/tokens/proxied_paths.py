@@ -10,6 +10,7 @@ srt/entrypoints/http_server.py; vLLM-Omni for /v1/audio/speech.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
@@ -90,6 +91,9 @@ def _placed_by(placed_by: PlacedBy) -> frozenset[str]:
 
 
 PATHS = frozenset(PROXIED)
+# The paths with a version, such as /v1/rerank. They are known below a prefix too; `/generate` and the like are words that
+# may end the path of any program.
+VERSIONED_PATHS = frozenset(path for path in PATHS if re.search(r"/v[0-9]+/", path) is not None)
 WITH_PROMPT = _placed_by(PlacedBy.TOKENS)
 WITHOUT_PROMPT = _placed_by(PlacedBy.ANY)
 AUDIO = _placed_by(PlacedBy.FORM)

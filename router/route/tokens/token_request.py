@@ -266,7 +266,7 @@ def read(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64] | List
     if path == RESPONSES_PATH:
         if is_given(fields, "previous_response_id"):
             raise TokensUnknown(
-                "unsupported", "previous_response_id: only the engine that has the response knows its prompt"
+                "not_looked_up", "previous_response_id: only the engine that has the response knows its prompt"
             )
         if b"prompt_token_ids" in bytes(fields.get("kv_transfer_params", NULL)):
             raise TokensUnknown(
@@ -282,7 +282,7 @@ def read(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64] | List
 
 def _not_looked_up(path: str, num_prompts: int = 1) -> TokensUnknown:
     problem = f"{path}: its tokens are not looked up; it is placed by load"
-    return TokensUnknown("unsupported", problem, num_prompts=num_prompts)
+    return TokensUnknown("not_looked_up", problem, num_prompts=num_prompts)
 
 
 def _input(
@@ -352,7 +352,8 @@ def _chat(relevant: dict[str, msgspec.Raw], fields: dict[str, msgspec.Raw]) -> T
 def _message(fields: dict[str, msgspec.Raw]) -> TokenRequest:
     """Return the request of a message of Anthropic's API."""
     if b"prompt_token_ids" in bytes(fields.get("kv_transfer_params", NULL)):
-        raise TokensUnknown("unsupported", "kv_transfer_params.prompt_token_ids of a message are the engine's to read")
+        problem = "kv_transfer_params.prompt_token_ids of a message are the engine's to read"
+        raise TokensUnknown("not_looked_up", problem)
     request = TokenRequest("messages", {name: fields[name] for name in MESSAGE_FIELDS if name in fields})
     if not request.messages:
         raise BadQuestion("messages is empty: send one at least")
@@ -361,7 +362,7 @@ def _message(fields: dict[str, msgspec.Raw]) -> TokenRequest:
         # From 0.31 on vLLM tries out once which effort its template uses for disabled thinking, and its render endpoint
         # does not apply that.
         raise TokensUnknown(
-            "unsupported", "thinking that is disabled: only the engine knows what its template makes of it"
+            "not_looked_up", "thinking that is disabled: only the engine knows what its template makes of it"
         )
     return request
 

@@ -636,5 +636,5 @@ UNSPLIT = Prompt(
     None,
     "none",
     f"more than {SPLIT_PROMPTS:,} prompts in one list are not looked up; they are placed by load",
-    reason="unsupported",
+    reason="not_looked_up",
 )

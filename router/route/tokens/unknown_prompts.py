@@ -24,8 +24,9 @@ COUNTED_S = 600.0
 # Reasons that end as soon as an engine of the model is verified, and those that end when chats and texts have a source.
 WITHOUT_ENGINE: frozenset[Reason] = frozenset({"no_engine", "unreachable", "unauthorized"})
 WITHOUT_SOURCE: frozenset[Reason] = frozenset({"unverified", "unsupported"})
-# Reasons that lie in the client's request: an engine refuses the request, or the request has no tokens by its nature.
-OF_THE_REQUEST: frozenset[Reason] = frozenset({"refused", "media", "embeds"})
+# Reasons that lie in the client's request: an engine refuses the request, the request has no tokens by its nature, or it is
+# placed by load by design. No setting changes that.
+OF_THE_REQUEST: frozenset[Reason] = frozenset({"refused", "media", "embeds", "not_looked_up"})
 
 
 class MissingTokens(msgspec.Struct, frozen=True):

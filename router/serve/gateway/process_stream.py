@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvrouter.router.base.common.errors import TooLarge
-from kvrouter.router.route.tokens.proxied_paths import AUDIO, BELOW_RESPONSES, PATHS, stored_path
+from kvrouter.router.route.tokens.proxied_paths import AUDIO, BELOW_RESPONSES, PATHS, VERSIONED_PATHS, stored_path
 from kvrouter.router.serve.access.key_bounds import KeyBounds
 from kvrouter.router.serve.gateway.messages import (
     BodyMode,
@@ -79,8 +79,8 @@ class Route:
 class GatewayRequest:
     """One complete request, as a `ClientRequest` of `downstream.py`.
 
-    `url` is the path with the query. A path that ends with one of the proxy's paths is treated as that path, because a
-    gateway's route may have a prefix (`/team/model/v1/...`), which it removes after the picker.
+    `url` is the path with the query. A path that ends with one of the proxy's paths with a version is treated as that
+    path, because a gateway's route may have a prefix (`/team/model/v1/...`), which it removes after the picker.
     """
 
     def __init__(
@@ -105,14 +105,17 @@ class GatewayRequest:
 
 
 def _known_path(path: str) -> str:
-    """Return the end of the path that is a proxied path, the longest if there are several, or the whole path if none is."""
+    """Return the end of the path that is a versioned path of the proxy, or the whole path if there is no such end.
+
+    If there are several, the longest one counts.
+    """
     if path in PATHS:
         return path
     # An id may end like one of the paths, so a stored response comes first.
     below = path.rfind(BELOW_RESPONSES)
     if below >= 0 and stored_path(path[below:]) is not None:
         return path[below:]
-    return max((proxied for proxied in PATHS if path.endswith(proxied)), key=len, default=path)
+    return max((proxied for proxied in VERSIONED_PATHS if path.endswith(proxied)), key=len, default=path)
 
 
 class ProcessStream:
