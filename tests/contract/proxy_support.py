@@ -91,7 +91,8 @@ class Placed:
         self.worker = hit.worker
         self.url = url
         self.choice = SimpleNamespace(
-            hit=hit, best_hit_tokens=hit.tokens, prefill_tokens=num_tokens - hit.tokens, reason="first fit", lost=""
+            hit=hit, best_hit_tokens=hit.tokens, prefill_tokens=num_tokens - hit.tokens, reason="first fit", lost="",
+            comparison=None,
         )
         self.num_tokens = num_tokens
         self.sequences = 1
@@ -221,7 +222,7 @@ class ProxyServer:
             rng=random.Random(0),
             new_id=lambda: "x",
         )
-        proxy = Proxy(
+        proxy = self.proxy = Proxy(
             placer=self.placer,  # type: ignore[arg-type]
             tokens=GivenTokens(),
             resolve=self.core.resolve,

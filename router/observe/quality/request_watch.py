@@ -149,7 +149,10 @@ class Quality:
 
 
 class RequestWatch:
-    """One request, from its complete body to the end of its answer. Call `ended` in any case."""
+    """One request, from its complete body to the end of its answer.
+
+    Call `ended` in any case, unless nothing but the beginning of a body has been looked at: then nothing was reported.
+    """
 
     __slots__ = (
         "_began_s",

@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from opentelemetry.context import Context
@@ -169,31 +170,46 @@ class Tracing:
 
 
 class RequestTrace:
-    """The spans of one request. Times are seconds of the proxy's clock."""
+    """The spans of one request. Times are seconds of the proxy's clock.
+
+    The first report begins the request's span, with the time at which the request arrived, and `ended` or `answered`
+    ends it. So a request that turns out to be the beginning of another one leaves no open span.
+    """
 
     def __init__(self, tracing: Tracing, path: str, headers: Headers, now: float, request_id: str = "") -> None:
         self._tracing = tracing
         self._path = path
+        self._headers = headers
+        self._request_id = request_id
         # Spans have wall-clock times, unlike the proxy's clock.
         self._offset_ns = time.time_ns() - int(now * NS)
         self._began_s = self._step_s = now
+        self._attempt: Span | None = None
+        self._attempts = 0
+
+    @cached_property
+    def _span(self) -> Span:
+        """The span of the request."""
+        path, tracing = self._path, self._tracing
         attributes: Attributes = {"http.request.method": "POST", "http.route": path, "url.path": path}
-        if request_id:
-            attributes["kvrouter.request_id"] = request_id
+        if self._request_id:
+            attributes["kvrouter.request_id"] = self._request_id
         proxied = PROXIED.get(path)
         if proxied is not None and proxied.operation is not None:
             # Source: OpenTelemetry semantic conventions for generative AI.
             attributes["gen_ai.operation.name"] = proxied.operation
-        self._span = tracing.tracer.start_span(
+        return tracing.tracer.start_span(
             f"POST {path}",
-            context=tracing.propagator.extract(_carrier(headers), Context()),
+            context=tracing.propagator.extract(_carrier(self._headers), Context()),
             kind=SpanKind.SERVER,
             attributes=attributes,
-            start_time=self._ns(now),
+            start_time=self._ns(self._began_s),
         )
-        self._context = set_span_in_context(self._span, Context())
-        self._attempt: Span | None = None
-        self._attempts = 0
+
+    @cached_property
+    def _context(self) -> Context:
+        """The context of the request's other spans."""
+        return set_span_in_context(self._span, Context())
 
     def _ns(self, at: float) -> int:
         return int(at * NS) + self._offset_ns

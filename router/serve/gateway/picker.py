@@ -111,10 +111,11 @@ class Picker:
         watch = self._quality.begin(gateway_request.path, gateway_request.headers, request_id.decode("latin-1"))
         request = Request(gateway_request, watch, request_id)
         outcome, refusal_status = CLIENT_GONE, 0
+        codings: list[str] = []
         try:
             if gateway_request.encoding:
-                gateway_request.body = request.body = await self._decoding.decoded(
-                    gateway_request.encoding, gateway_request.body
+                gateway_request.body = request.body = await self._decoding.decode(
+                    gateway_request.encoding, gateway_request.body, codings
                 )
                 gateway_request.headers = request.headers = h.decoded(gateway_request.headers)
             ask = await self._proxy.reader.read(request)
@@ -130,7 +131,9 @@ class Picker:
         except RouterError as error:
             outcome, refusal_status = "refused", error.status
             if isinstance(error, CutBody) and gateway_request.may_go_on:
+                # The request comes again with more of its body, and counts then.
                 outcome = ""
+                codings.clear()
                 raise
             if isinstance(error, Saturated):
                 raise Shed(error.message, retry_after_s=error.retry_after_s) from None
@@ -141,6 +144,7 @@ class Picker:
         else:
             outcome = ""
         finally:
+            self._decoding.count(codings)
             if outcome:
                 self._metrics.requests(gateway_request.path, outcome).inc()
                 watch.ended(outcome, refusal_status)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from kvrouter.router.base.common.content_coding import BodyDecoder, ContentCoding, coding_of
 from kvrouter.router.base.common.errors import BadQuestion, TooLarge, WrongCoding
@@ -32,19 +32,35 @@ class BodyDecoding:
             return error
         return None
 
+    def count(self, outcomes: Iterable[str]) -> None:
+        """Count the outcomes of bodies."""
+        for outcome in outcomes:
+            self._counts[outcome].inc()
+
     def _coding_of(self, encoding: bytes) -> ContentCoding:
         """Return the coding that a Content-Encoding names. Raises WrongCoding, and counts it."""
         try:
             return coding_of(encoding)
         except WrongCoding:
-            self._counts[UNSUPPORTED].inc()
+            self.count([UNSUPPORTED])
             raise
 
     async def decoded(self, encoding: bytes, body: bytes | bytearray) -> bytes:
-        """Return the body without its content coding. A long one is decoded in a thread.
+        """Return the body without its content coding, and count the outcome. A long body is decoded in a thread.
 
-        Raises WrongCoding if the coding is not accepted, TooLarge if the decoded body is over the limit, and
-        BadQuestion if it cannot be decoded.
+        Raises the errors of `decode`.
+        """
+        outcomes: list[str] = []
+        try:
+            return await self.decode(encoding, body, outcomes)
+        finally:
+            self.count(outcomes)
+
+    async def decode(self, encoding: bytes, body: bytes | bytearray, outcomes: list[str]) -> bytes:
+        """Return the body without its content coding, and append the outcome in place of counting it.
+
+        Raises WrongCoding if the coding is not accepted, which is counted, TooLarge if the decoded body is over the
+        limit, and BadQuestion if it cannot be decoded.
         """
         coding = self._coding_of(encoding)
         # Some clients name a coding in requests that have no body.
@@ -55,10 +71,10 @@ class BodyDecoding:
             # A short body may decode to a long one. It is known to be long once this much of it is decoded.
             decoded = decoder.whole() if decoder.run(LONG_BODY_BYTES) else await asyncio.to_thread(decoder.whole)
         except TooLarge:
-            self._counts[TOO_LARGE].inc()
+            outcomes.append(TOO_LARGE)
             raise
         except BadQuestion:
-            self._counts[BROKEN].inc()
+            outcomes.append(BROKEN)
             raise
-        self._counts[DECODED].inc()
+        outcomes.append(DECODED)
         return decoded
