@@ -256,6 +256,19 @@ def test_every_field_and_parameter_of_the_document_is_described(core: TinyCore) 
     assert all(operation["summary"] for operation in operations)
 
 
+def test_each_operation_with_a_body_names_the_answers_to_bodies_that_cannot_be_read(core: TinyCore) -> None:
+    app = build(core)[0]
+    document = call(app, "GET", "/openapi.json").json()
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            if "requestBody" in operation:
+                assert {"413", "415"} <= operation["responses"].keys(), (method, path)
+    # The document says what happens: here to each endpoint that is served without a proxy.
+    for path in ("/query", "/select", "/register", "/reservations", "/reservations/x/output_block"):
+        assert call(app, "POST", path, b"x", headers={"content-encoding": "br"}).status == 415
+        assert "415" in document["paths"][path.replace("/x/", "/{selection_id}/")]["post"]["responses"]
+
+
 def test_every_operation_has_an_example(core: TinyCore) -> None:
     document = call(build(core)[0], "GET", "/openapi.json").json()
     operations = {

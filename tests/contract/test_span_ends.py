@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import random
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,10 +13,8 @@ import pytest
 from opentelemetry.sdk.trace import SpanProcessor
 
 from kvrouter.router.base.common.errors import CutBody, RouterError
-from kvrouter.router.serve.gateway.picker import Picker
-from kvrouter.router.serve.gateway.process_stream import GatewayRequest, Route
-from kvrouter.router.serve.proxy.body_decoding import BodyDecoding
-from tests.contract.proxy_support import CHAT, COMPLETIONS, OK, WAIT_S, ProxyServer, fleet, until
+from tests.contract.picker_support import Door
+from tests.contract.proxy_support import CHAT, COMPLETIONS, OK, ProxyServer, fleet, until
 from tests.contract.served_app import request as raw_request
 from tests.support.collector import Collector
 from tests.support.compression import COMPRESS
@@ -28,7 +23,6 @@ from tests.support.scripted_engine import STREAM_HEAD, Asked, Script, Wire, chun
 BODY = {"model": "m", "prompt": [1, 2, 3]}
 RAW = json.dumps(BODY).encode()
 RESPONSES = "/v1/responses"
-MAX_BODY_BYTES = 100_000
 
 
 class Spans(SpanProcessor):
@@ -119,39 +113,6 @@ def test_a_client_that_hangs_up_ends_the_spans(script: Script) -> None:
         hung_up(router, lambda: bool(router.placer.placed))
 
 
-class Door:
-    """The picker of a proxy, on the proxy's loop."""
-
-    def __init__(self, router: ProxyServer) -> None:
-        self._router = router
-        self.metrics = router.metrics.gateway
-        self.picker = Picker(
-            proxy=router.proxy,
-            placer=router.placer,  # type: ignore[arg-type]
-            admission=router.admission,
-            quality=router.quality,
-            metrics=self.metrics,
-            decoding=BodyDecoding(MAX_BODY_BYTES, router.metrics.http.encoded_bodies),
-            models=router.core.models,
-            fallbacks=0,
-            translated=frozenset(),
-            clock=time.monotonic,
-            rng=random.Random(0),
-        )
-
-    def pick(self, body: bytes, path: str = COMPLETIONS, *, may_go_on: bool = False, **headers: str) -> Route:
-        named = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-        lines = [(b":method", b"POST"), (b":path", path.encode()), *named]
-        asked = GatewayRequest(lines, body, None, may_go_on=may_go_on)
-        return asyncio.run_coroutine_threadsafe(self.picker.pick(asked), self._router.loop).result(WAIT_S)
-
-    def decoded(self) -> dict[str, float]:
-        """Return the numbers of compressed bodies by outcome, without those that are 0."""
-        outcomes = ("decoded", "unsupported", "too_large", "broken")
-        counts = {outcome: self._router.sample("encoded_bodies_total", outcome=outcome) for outcome in outcomes}
-        return {outcome: count for outcome, count in counts.items() if count}
-
-
 @contextmanager
 def door(**settings: Any) -> Iterator[tuple[Door, Spans]]:
     with traced(OK, **settings) as (router, spans):
@@ -173,7 +134,7 @@ def test_every_refusal_of_the_picker_ends_the_spans(body: bytes) -> None:
         picker.pick(body)
 
 
-@pytest.mark.parametrize("cut", [RAW[:-3], RAW.decode().encode("utf-16")[:-1], b'{"model": "m", "top_p": Na'])
+@pytest.mark.parametrize("cut", [RAW[:-3], RAW.decode().encode("utf-16")[:-1], b'{"model": "m", "top_p": Na'], ids=["json", "utf-16", "nan"])
 def test_a_body_that_may_go_on_begins_no_span_and_counts_as_nothing(cut: bytes) -> None:
     with door() as (picker, spans):
         with pytest.raises(CutBody):
@@ -191,6 +152,7 @@ TWO_MEMBERS = COMPRESS["gzip"](RAW[:10]), COMPRESS["gzip"](RAW[10:])
 @pytest.mark.parametrize(
     ("first", "rest"),
     [(COMPRESS["gzip"](RAW)[:-4], COMPRESS["gzip"](RAW)[-4:]), TWO_MEMBERS],
+    ids=["in a member", "behind a member"],
 )
 def test_a_repaired_body_counts_once_as_decoded(first: bytes, rest: bytes) -> None:
     with door() as (picker, _):

@@ -10,8 +10,11 @@ from http import HTTPStatus
 
 import pytest
 
+from kvrouter.router.base.common.errors import BadQuestion, Conflict
+from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.observe.quality.response_id import MAX_HEAD_BYTES
-from tests.contract.proxy_support import ProxyServer, proxying, worker
+from tests.contract.picker_support import Door
+from tests.contract.proxy_support import ProxyServer, code, proxying, worker
 from tests.support.scripted_engine import Asked, ScriptedEngine, Wire, plain, stream
 
 RESPONSES = "/v1/responses"
@@ -190,3 +193,47 @@ def test_an_id_that_is_no_readable_text_is_left_to_the_engine(
     assert server.post(RESPONSES, body)[0] == HTTPStatus.OK
     (asked,) = [asked for engine in engines for asked in engine.asked]
     assert asked.body == body
+
+
+def of_alice(server: ProxyServer) -> None:
+    """Have a response of another client's key at w1."""
+    server.on_loop(lambda: server.proxy.responses.owners.made("resp_a", WorkerKey("m", "w1"), "alice"))
+
+
+def test_a_client_without_a_key_overwrites_no_response_of_a_key(
+    server: ProxyServer, engines: list[ScriptedEngine]
+) -> None:
+    of_alice(server)
+    # Clients of a gateway have no key, whether other clients need one or not.
+    body = json.dumps(BODY | {"request_id": "resp_a"}).encode()
+    with pytest.raises(Conflict) as error:
+        Door(server).pick(body, RESPONSES)
+    assert error.value.code == "response_id_taken"
+    for raw in (body, body.decode().encode("utf-16"), body.replace(b"request_id", rb"request\u005fid")):
+        status, _, answer = server.post(RESPONSES, raw)
+        assert (status, code(answer)) == (409, "response_id_taken")
+    assert not engines[0].asked and not engines[1].asked
+    own = json.dumps(BODY | {"request_id": "resp_b"}).encode()
+    assert server.post(RESPONSES, own)[0] == HTTPStatus.OK
+    observer = Door(server).pick(own, RESPONSES).observer
+    assert observer is not None
+    observer.close()
+
+
+@pytest.mark.parametrize("field", ["previous_response_id", "request_id"])
+@pytest.mark.parametrize("name", ["%s", "\\u00%02x%s"])
+def test_an_id_of_a_response_is_sent_once(
+    server: ProxyServer, engines: list[ScriptedEngine], field: str, name: str
+) -> None:
+    of_alice(server)
+    hidden = name % (field if name == "%s" else (ord(field[0]), field[1:]))
+    for first, last in ((hidden, field), (field, hidden)):
+        raw = f'{{"model":"m","input":"a","{first}":"resp_a","{last}":"resp_b"}}'.encode()
+        with pytest.raises(BadQuestion, match="send it once"):
+            Door(server).pick(raw, RESPONSES)
+        assert code(server.post(RESPONSES, raw)[2]) == "malformed_body"
+    assert not engines[0].asked and not engines[1].asked
+    # Other fields, and other paths, are the engine's business.
+    twice = f'{{"user":"a","user":"b","{field}":"resp_b","model":"m","input":"a","prompt":"a","{field}":"resp_c"}}'.encode()
+    assert server.post("/v1/completions", twice)[0] == HTTPStatus.OK
+    assert server.post(RESPONSES, b'{"model":"m","input":"a","user":"a","user":"b"}')[0] == HTTPStatus.OK

@@ -79,6 +79,7 @@ PROBLEMS = {
     404: "No such model or worker is registered, or there is no such reservation, response, decision or code",
     409: "It contradicts what is registered or reserved, or the limit of workers is reached",
     413: "The body exceeds the limit",
+    415: "The body has a content coding that is not decoded, or a media type that is not the endpoint's",
     429: "All workers are saturated, and too many prompts wait; or registrations come too fast",
     502: "The engine that the router had to query does not answer",
     503: "No worker can take it, or the store does not answer",
@@ -223,6 +224,9 @@ def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
         for method, operation in operations.items():
             # FastAPI's own answer to a wrong parameter; the router answers 400 in its place.
             operation["responses"].pop("422", None)
+            if "413" in operation["responses"]:
+                # Every body is decoded and judged by its media type in one place (`http_api.py`).
+                operation["responses"]["415"] = _problem(415)
             if any(parameter["in"] == "query" for parameter in operation.get("parameters", ())):
                 # A parameter that is given twice is refused everywhere (`fastapi_app.py`).
                 operation["responses"].setdefault("400", _problem(400))

@@ -47,6 +47,10 @@ from kvrouter.router.serve.proxy.openai_body import OpenAIBody, openai_body, rep
 ADAPTER_FIELD = "lora_path"
 # The fields that the router checks for a key, so engines must not read other values of them.
 RULED_FIELDS = ("model", "cache_salt", "previous_response_id", "request_id", ADAPTER_FIELD)
+# The fields of `/v1/responses` that name a response, and the rule for them where a client has no key. Other clients of the
+# same engines may have one.
+RESPONSE_IDS = ("previous_response_id", "request_id")
+IDS_RULE = "a response belongs to the client that made it, so router and engine must read the same ids"
 
 # Whisper makes 50 tokens of a second, which takes 32 kB in a WAV file and 8 to 16 kB in an MP3 file. This estimate is
 # used for the load alone.
@@ -171,8 +175,11 @@ class RequestReader:
             if rule is not None:
                 raise BadQuestion(f"{error.message}; {rule}: send JSON in UTF-8 (RFC 8259)", code=error.code) from None
             return python_body, openai_body(python_body, lambda field: json.loads(bytes(field)))
+        names = RULED_FIELDS
+        if rule is None and client.path == RESPONSES_PATH and not client_body.fields.keys().isdisjoint(RESPONSE_IDS):
+            rule, names = IDS_RULE, RESPONSE_IDS
         if rule is not None:
-            repeated = await _in_thread(client.body, repeated_field, client.body, RULED_FIELDS)
+            repeated = await _in_thread(client.body, repeated_field, client.body, names)
             if repeated is not None:
                 text = f"the body has more than one field {repeated}; {rule}: send it once"
                 raise BadQuestion(text, code="malformed_body")
@@ -187,14 +194,15 @@ class RequestReader:
             BadQuestion: An id of a response is no text that the router can read, and the client has a key.
             UnknownResponse: The client's key has no such response.
             OwnerGone: The response is gone with its worker.
-            Conflict: The body's `request_id` is the id of a response of another key.
+            Conflict: The body's `request_id` is the id of a response of another caller.
             StoreDown: The response is not known here, and Redis does not answer.
         """
         client = request.client
         request.may_be_stored = bytes(body.fields.get("store", b"true")) != b"false"
         caller = caller_of(client)
         own_id, former_id = _text(body, "request_id", caller), _text(body, "previous_response_id", caller)
-        if own_id is not None and caller:
+        if own_id is not None:
+            # A client of a gateway has no key, and its engines may keep responses of keys.
             await self._owners.check_free(own_id, caller)
         if former_id is None:
             return None
