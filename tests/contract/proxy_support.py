@@ -91,7 +91,11 @@ class Placed:
         self.worker = hit.worker
         self.url = url
         self.choice = SimpleNamespace(
-            hit=hit, best_hit_tokens=hit.tokens, prefill_tokens=num_tokens - hit.tokens, reason="first fit", lost="",
+            hit=hit,
+            best_hit_tokens=hit.tokens,
+            prefill_tokens=num_tokens - hit.tokens,
+            reason="first fit",
+            lost="",
             comparison=None,
         )
         self.num_tokens = num_tokens

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from random import Random
@@ -16,7 +18,18 @@ import pytest
 from kvrouter.router.base.common.content_coding import BodyDecoder
 from kvrouter.router.route.tokens.proxied_paths import AUDIO, PATHS
 from tests.contract.api_support import TinyCore, build, call, hit
-from tests.contract.proxy_support import CHAT, COMPLETIONS, OK, ProxyServer, code, fleet, proxying, received, worker
+from tests.contract.proxy_support import (
+    CHAT,
+    COMPLETIONS,
+    OK,
+    ProxyServer,
+    code,
+    fleet,
+    proxying,
+    received,
+    until,
+    worker,
+)
 from tests.contract.served_app import request as raw_request
 from tests.support.compressing_client import compressing
 from tests.support.compression import CODINGS, COMPRESS, bomb, wide_zstd
@@ -273,10 +286,14 @@ def test_a_client_that_hangs_up_while_its_body_is_decoded_is_no_bug(
     with router.connect() as client:
         client.sendall(raw_request(COMPLETIONS, *with_lines(json.dumps(BODY | {"x": "y" * 600_000}).encode())))
         assert begun.wait(30)
+        # The client resets the connection. Closing it would look as if it had sent its last request and still read.
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    until(lambda: not router.server.server_state.connections, "the router has seen the reset")
     # The loop serves others while the thread decodes.
     assert router.post(COMPLETIONS, RAW)[0] == 200
     ends.set()
     assert router.post(COMPLETIONS, RAW)[0] == 200
+    until(lambda: not router.server.server_state.tasks, "the body is decoded")
     assert len(engine.asked) == asked + 2
     assert router.sample("internal_errors_total", where=COMPLETIONS) == 0
 

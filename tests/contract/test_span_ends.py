@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -68,7 +69,7 @@ def hung_up(router: ProxyServer, engine_got: Callable[[], bool]) -> None:
     with router.connect() as client:
         client.sendall(raw_request(COMPLETIONS, RAW))
         until(engine_got, "the engine has the request")
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 @pytest.mark.parametrize("script", [OK, reset, cut, plain(b"{}", "503 Gone"), plain(b"no", "400 Bad Request")])
@@ -134,7 +135,11 @@ def test_every_refusal_of_the_picker_ends_the_spans(body: bytes) -> None:
         picker.pick(body)
 
 
-@pytest.mark.parametrize("cut", [RAW[:-3], RAW.decode().encode("utf-16")[:-1], b'{"model": "m", "top_p": Na'], ids=["json", "utf-16", "nan"])
+@pytest.mark.parametrize(
+    "cut",
+    [RAW[:-3], RAW.decode().encode("utf-16")[:-1], b'{"model": "m", "top_p": Na'],
+    ids=["json", "utf-16", "nan"],
+)
 def test_a_body_that_may_go_on_begins_no_span_and_counts_as_nothing(cut: bytes) -> None:
     with door() as (picker, spans):
         with pytest.raises(CutBody):

@@ -234,6 +234,8 @@ def test_an_id_of_a_response_is_sent_once(
         assert code(server.post(RESPONSES, raw)[2]) == "malformed_body"
     assert not engines[0].asked and not engines[1].asked
     # Other fields, and other paths, are the engine's business.
-    twice = f'{{"user":"a","user":"b","{field}":"resp_b","model":"m","input":"a","prompt":"a","{field}":"resp_c"}}'.encode()
+    twice = (
+        f'{{"user":"a","user":"b","{field}":"resp_b","model":"m","input":"a","prompt":"a","{field}":"resp_c"}}'.encode()
+    )
     assert server.post("/v1/completions", twice)[0] == HTTPStatus.OK
     assert server.post(RESPONSES, b'{"model":"m","input":"a","user":"a","user":"b"}')[0] == HTTPStatus.OK

@@ -6,11 +6,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvrouter.router.model.upstream.failure import Failure, Kind
 from kvrouter.router.model.upstream.origin import target_of
-from kvrouter.router.route.tokens.client_body import read_client_body
+from kvrouter.router.route.tokens.client_body import ClientBody, read_as_python, read_client_body
 from kvrouter.router.serve.proxy.attempts import MAX_ATTEMPTS, Attempts
 from kvrouter.router.serve.proxy.headers import request_head
 from kvrouter.router.serve.proxy.kv_transfer_params import (
@@ -41,7 +42,7 @@ def raw(**fields: Any) -> bytes:
     ],
 )
 def test_one_prompt_with_one_answer_can_be_handed_over(path: str, fields: dict[str, Any]) -> None:
-    assert can_be_handed_over(path, raw(**fields))
+    assert can_be_handed_over(path, read_client_body(path, raw(**fields)))
 
 
 @pytest.mark.parametrize(
@@ -65,12 +66,18 @@ def test_one_prompt_with_one_answer_can_be_handed_over(path: str, fields: dict[s
     ],
 )
 def test_requests_that_need_more_than_blocks_are_not_handed_over(path: str, fields: dict[str, Any]) -> None:
-    assert not can_be_handed_over(path, raw(**fields))
+    assert not can_be_handed_over(path, read_client_body(path, raw(**fields)))
 
 
-def test_a_broken_body_is_left_to_the_engine() -> None:
-    for broken in (b"", b"{", b"[]", b'"x"', b"[" * 100_000):
-        assert not can_be_handed_over(CHAT, broken)
+@pytest.mark.parametrize(("name", "value"), [("n", b"nil"), ("prompt", b'["a", ]'), ("echo", b'"\\ud800"')])
+def test_fields_that_cannot_be_read_are_left_to_the_engine(name: str, value: bytes) -> None:
+    assert not can_be_handed_over(COMPLETION, ClientBody(b"", {name: msgspec.Raw(value)}))
+
+
+@pytest.mark.parametrize("body", [b'{"prompt": "a", "top_p": NaN}', '{"prompt": "a"}'.encode("utf-16")])
+def test_a_body_that_only_python_reads_is_not_handed_over(body: bytes) -> None:
+    client_body = read_as_python(COMPLETION, body)
+    assert client_body is not None and not can_be_handed_over(COMPLETION, client_body)
 
 
 def test_the_first_request_computes_a_prompt_and_no_more() -> None:

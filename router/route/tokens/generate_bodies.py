@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvrouter.router.base.common.errors import BadQuestion
 from kvrouter.router.model.kvcache.multimodal import MAX_ITEMS
-from kvrouter.router.route.tokens.client_body import is_given
+from kvrouter.router.route.tokens.client_body import TOO_LONG, check_elements, is_given, value_of
 from kvrouter.router.route.tokens.media_features import MediaFeatures, items_of
 from kvrouter.router.route.tokens.prompt_tokens import Prompt, TokensUnknown
 
@@ -42,6 +42,7 @@ def vllm_prompt(fields: Fields, ids: NDArray[np.int64]) -> Prompt:
     raw = fields.get("features")
     if raw is None:
         return Prompt(len(ids), ids, "given")
+    check_elements(raw, "features")
     try:
         items = items_of(_features.decode(raw), len(ids))
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -84,6 +85,9 @@ def _first_logprob(fields: Fields) -> int | None:
     if not (is_given(fields, "return_logprob") and is_given(fields, "logprob_start_len")):
         return None
     wanted, start = (_first(fields, name) for name in ("return_logprob", "logprob_start_len"))
+    if TOO_LONG in (wanted, start):
+        # Without reading them, nothing is known to be reused.
+        return 0
     is_index = isinstance(start, int) and not isinstance(start, bool) and start >= 0
     return start if wanted is True and is_index else None
 
@@ -91,7 +95,7 @@ def _first_logprob(fields: Fields) -> int | None:
 def _first(fields: Fields, name: str) -> Any:
     """Return the value of a field, or its first one if it has one for each prompt; the engine reports invalid ones."""
     try:
-        value = msgspec.json.decode(fields[name])
+        value = value_of(fields[name])
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
     return value[0] if isinstance(value, list) and value else value

@@ -23,10 +23,12 @@ from kvrouter.router.route.tokens.client_body import (
     EMBEDDINGS_PATH,
     GENERATE_PATH,
     MESSAGES_PATH,
+    NULL,
     RESPONSES_PATH,
     SGLANG_GENERATE_PATH,
     TEXT_PATH,
     ClientBody,
+    check_elements,
     is_given,
 )
 from kvrouter.router.route.tokens.generate_bodies import (
@@ -99,8 +101,6 @@ MEDIA_KEYS = frozenset(
         *("video_url", "video_embeds", "prompt_embeds"),
     )
 )
-
-NULL = b"null"
 
 
 class TokenRequest:
@@ -415,6 +415,7 @@ def _given(ids: NDArray[np.uint64] | msgspec.Raw) -> NDArray[np.int64]:
 
 def _decoded(raw: msgspec.Raw, name: str) -> Any:
     """Return the field decoded; raise BadQuestion if it cannot be read."""
+    check_elements(raw, name)
     try:
         return msgspec.json.decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -198,7 +198,9 @@ class Picker:
         may_hand_over = placement_request.question.model in self._proxy.addresses().prefillers
         # A translated body need not keep the fields that hand a prompt over.
         is_translated = placement_request.question.is_guess
-        may_hand_over = may_hand_over and not is_translated and can_be_handed_over(request.client.path, request.body)
+        client_body = request.client_body
+        may_hand_over = may_hand_over and not is_translated and client_body is not None
+        may_hand_over = may_hand_over and can_be_handed_over(request.client.path, client_body)
         placement_request = msgspec.structs.replace(
             placement_request,
             keeps_comparison=self._fallbacks > 0 and placement_request.pinned is None,

@@ -9,11 +9,14 @@ and its tests/v1/kv_connector/nixl_integration/toy_proxy_server.py.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 
-from kvrouter.router.route.tokens.client_body import CHAT_PATH, TEXT_PATH, ClientBody
+from kvrouter.router.base.common.errors import BadQuestion
+from kvrouter.router.route.tokens.client_body import CHAT_PATH, TEXT_PATH, ClientBody, is_given, value_of
+from kvrouter.router.route.tokens.prompt_list import PromptList, prompts_of
 
 # The paths where vLLM reads `kv_transfer_params`.
 PATHS = frozenset({CHAT_PATH, TEXT_PATH})
@@ -39,23 +42,16 @@ DROPPED = (
     "return_tokens_as_token_ids",
 )
 
+# Fields with which a request is not handed over.
+NOT_HANDED_OVER = (PARAMS, "prompt_embeds", "prompt_logprobs")
+# Fields with one value that decide whether it is.
+ONES = ("max_completion_tokens", "max_tokens", "n", "best_of", "use_beam_search", "echo")
+
+# Longer parameters of a client are not searched: they are taken for received ones, whose answer is not judged.
+MAX_SEARCHED_BYTES = 1024**2
+
 # The list of blocks of a prompt of a million tokens takes some hundred kB for each KV cache group.
 MAX_ANSWER_BYTES = 16 * 1024**2
-
-
-class _Asked(msgspec.Struct):
-    """The fields that decide whether a request can be handed over. All values may be of any type."""
-
-    prompt: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b'""'))
-    n: Any = None
-    best_of: Any = None
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
-    use_beam_search: Any = None
-    echo: Any = None
-    prompt_logprobs: Any = None
-    prompt_embeds: Any = None
-    kv_transfer_params: Any = None
 
 
 class _Choice(msgspec.Struct):
@@ -72,7 +68,7 @@ class _Answered(msgspec.Struct):
 class _Params(msgspec.Struct):
     """The field that says whether blocks are to be fetched; connectors other than vLLM's may not have it."""
 
-    do_remote_prefill: Any = True
+    do_remote_prefill: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"true"))
 
 
 class NothingGiven(Exception):
@@ -86,13 +82,13 @@ class NothingGiven(Exception):
         self.aborted = aborted
 
 
-_asked = msgspec.json.Decoder(_Asked)
+_NO_PROMPT = re.compile(rb"\s*\[\s*\]\s*")
 _answered = msgspec.json.Decoder(_Answered)
 _params = msgspec.json.Decoder(_Params)
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def can_be_handed_over(path: str, raw: bytes) -> bool:
+def can_be_handed_over(path: str, body: ClientBody) -> bool:
     """Return whether one engine can compute this request's prompt and another one decode it.
 
     It can if it has one prompt and one answer of more than one token, and the decoding engine needs only the blocks.
@@ -103,33 +99,30 @@ def can_be_handed_over(path: str, raw: bytes) -> bool:
     - A request for several answers to one prompt, because each answer would fetch the blocks, which are given once.
     - A request that the client hands over itself.
     """
-    if path not in PATHS:
+    if path not in PATHS or not body.is_json or any(is_given(body.fields, name) for name in NOT_HANDED_OVER):
         return False
     try:
-        fields = _asked.decode(raw)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
+        fields = {name: value_of(body.fields[name]) for name in ONES if name in body.fields}
+        is_one = _has_one_prompt(body)
+    except (BadQuestion, msgspec.MsgspecError, ValueError, RecursionError):
         # The engine reports what is wrong with the body.
         return False
-    limit = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
-    if limit in (0, 1) or fields.n not in (None, 1) or fields.best_of not in (None, 1):
+    limit = fields.get("max_completion_tokens")
+    limit = fields.get("max_tokens") if limit is None else limit
+    if limit in (0, 1) or fields.get("n") not in (None, 1) or fields.get("best_of") not in (None, 1):
         return False
-    if fields.kv_transfer_params is not None or fields.prompt_embeds is not None or fields.prompt_logprobs is not None:
-        return False
-    return not fields.use_beam_search and not fields.echo and _is_one(bytes(fields.prompt).lstrip())
+    return is_one and not fields.get("use_beam_search") and not fields.get("echo")
 
 
-def _is_one(prompt: bytes) -> bool:
-    """Return whether the JSON value is one prompt: a text, a list of token ids, or a list with one element."""
-    if not prompt.startswith(b"["):
+def _has_one_prompt(body: ClientBody) -> bool:
+    """Return whether the body has messages or one prompt. Raises BadQuestion if the prompt cannot be read."""
+    if body.ids is not None:
+        return len(body.ids) > 0
+    prompt = body.fields.get("prompt")
+    if prompt is None:
         return True
-    inner = prompt[1:].lstrip()
-    if inner[:1].isdigit():
-        # A list that begins with a number has token ids.
-        return True
-    try:
-        return len(msgspec.json.decode(prompt)) == 1
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return False
+    prompts = prompts_of(prompt)
+    return not isinstance(prompts, PromptList) and _NO_PROMPT.fullmatch(prompts) is None
 
 
 def prefill_body(raw: bytes) -> bytes:
@@ -172,7 +165,11 @@ def is_received(body: ClientBody) -> bool:
     The tokens that the engine then reports as cached are those that it fetched, or those of the other engine's cache.
     """
     params = body.fields.get(PARAMS)
-    return params is not None and b"do_remote_prefill" in bytes(params) and _fetches(bytes(params))
+    if params is None:
+        return False
+    if memoryview(params).nbytes > MAX_SEARCHED_BYTES:
+        return True
+    return b"do_remote_prefill" in bytes(params) and _fetches(bytes(params))
 
 
 def _fetches(params: bytes) -> bool:
@@ -180,7 +177,7 @@ def _fetches(params: bytes) -> bool:
     if not params.startswith(b"{"):
         return False
     try:
-        return bool(_params.decode(params).do_remote_prefill)
+        return bool(value_of(_params.decode(params).do_remote_prefill))
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return False
 

@@ -15,7 +15,7 @@ import msgspec
 
 from kvrouter.router.base.common.errors import BadQuestion
 from kvrouter.router.route.placement.placement_request import MAX_ANSWERS, MAX_LIMIT_TOKENS
-from kvrouter.router.route.tokens.client_body import ClientBody
+from kvrouter.router.route.tokens.client_body import ClientBody, value_of
 
 # The names of the limit in `sampling_params`, in vLLM and in SGLang.
 LIMIT_PARAMS = ("max_tokens", "max_new_tokens")
@@ -72,12 +72,6 @@ def answers_of(value: Any) -> int:
 
 
 FIELDS = OpenAIBody.__struct_fields__
-# Decoding an array of 20 MB takes 0.2 s, during which nothing else is answered. Only `sampling_params` and SGLang's lists
-# of salts may be nested, and have no more than this.
-MAX_NESTED_BYTES = 65_536
-# Stands for a longer one. It is neither false nor a list of texts, so a key with salts of its own is refused.
-TOO_LONG = (None,)
-
 # The beginnings of escape sequences for ASCII letters. No encoder writes letters in this way, but a client may.
 ESCAPED_LETTERS = (rb"\u004", rb"\u005", rb"\u006", rb"\u007")
 
@@ -87,19 +81,11 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 def openai_body(body: ClientBody, decode: Callable[[Any], Any] = msgspec.json.decode) -> OpenAIBody:
     """Return the fields of a client's body, each read by `decode`. Raises BadQuestion if they are not JSON."""
     try:
-        return OpenAIBody(**{name: _value(body.fields[name], decode) for name in FIELDS if name in body.fields})
+        return OpenAIBody(**{name: value_of(body.fields[name], decode) for name in FIELDS if name in body.fields})
     except RecursionError:
         raise BadQuestion("the body is nested too deeply", code="malformed_body") from None
     except (msgspec.DecodeError, ValueError) as error:
         raise BadQuestion(f"the body is not JSON: {error}", code="malformed_body") from None
-
-
-def _value(field: msgspec.Raw, decode: Callable[[Any], Any]) -> Any:
-    """Return the value of a field, or TOO_LONG for a long array or object, which is a right value of none of them."""
-    view = memoryview(field)
-    if view.nbytes > MAX_NESTED_BYTES and bytes(view[:1]) in (b"[", b"{"):
-        return TOO_LONG
-    return decode(field)
 
 
 class _Name:

@@ -241,7 +241,8 @@ class Proxy:
         error: RouterError | None = None
         failed: set[WorkerKey] = set()
         if placement_request.question.model in self.addresses().prefillers:
-            may_hand_over = can_be_handed_over(request.client.path, request.body)
+            client_body = request.client_body
+            may_hand_over = client_body is not None and can_be_handed_over(request.client.path, client_body)
             placement_request = msgspec.structs.replace(placement_request, may_hand_over=may_hand_over)
         try:
             while True:

@@ -32,6 +32,7 @@ from kvrouter.router.route.tokens.client_body import (
     is_text,
     read_as_python,
     read_client_body,
+    value_of,
 )
 from kvrouter.router.route.tokens.forward_ids import forwarded_body
 from kvrouter.router.route.tokens.prompt_tokens import Prompt, estimated_tokens
@@ -82,6 +83,8 @@ class Request:
         # The body and headers for the engine.
         self.body = client.body
         self.headers = client.headers
+        # The client's body by its fields, once it is read; None for a form.
+        self.client_body: ClientBody | None = None
         # The method for the engine, and the path with the query.
         self.method = "POST"
         self.url = client.url
@@ -129,6 +132,7 @@ class RequestReader:
         if client.path in AUDIO:
             return self._read_form(request)
         client_body, body = await self._body(client)
+        request.client_body = client_body
         request.headers = h.as_json(client.headers)
         name = self._name_of(body.model)
         served = self._resolve(name)
@@ -198,7 +202,7 @@ class RequestReader:
             StoreDown: The response is not known here, and Redis does not answer.
         """
         client = request.client
-        request.may_be_stored = bytes(body.fields.get("store", b"true")) != b"false"
+        request.may_be_stored = bytes(memoryview(body.fields.get("store", b"true"))[: len(b"false") + 1]) != b"false"
         caller = caller_of(client)
         own_id, former_id = _text(body, "request_id", caller), _text(body, "previous_response_id", caller)
         if own_id is not None:
@@ -331,7 +335,10 @@ def _text(body: ClientBody, name: str, caller: str) -> str | None:
     if raw is None or bytes(memoryview(raw)[:1]) != b'"':
         return None
     try:
-        return msgspec.json.decode(raw, type=str)
+        text = value_of(raw)
+        if isinstance(text, str):
+            return text
+        raise ValueError("it is too long for an id")
     except (msgspec.MsgspecError, ValueError):
         if caller:
             raise BadQuestion(f"{name} is no text in UTF-8: send the id of a response", code="malformed_body") from None
