@@ -45,6 +45,7 @@ async def tokenized(
     async with aiohttp.ClientSession() as session:
         tokenizer = TextTokenizer(
             models=lambda: [model],
+            workers=lambda _: 1,
             engines=lambda _: [engine],
             session=session,
             engine_key=EngineKey(None, AllowList()),

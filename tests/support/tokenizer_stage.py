@@ -81,6 +81,7 @@ class Case:
         self.drains = [False] * len(engines)
         self.metrics = metrics
         self.lives = ["1"] * len(engines)
+        self.workers = len(engines)
 
     async def chat(self, **changes: Any) -> Prompt:
         return await self.tokenizing.prompt(
@@ -140,6 +141,7 @@ async def case(
         stage: Case
         tokenizer = TextTokenizer(
             models=lambda: [MODEL],
+            workers=lambda _: stage.workers,
             engines=lambda _: [
                 Engine(e.url, life, VLLM.tokens, drains)
                 for e, life, drains in zip(stage.engines, stage.lives, stage.drains, strict=True)

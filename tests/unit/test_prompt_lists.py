@@ -31,7 +31,7 @@ from kvrouter.router.route.tokens.token_request import ListRequest, TokenRequest
 from kvrouter.router.route.tokens.tokenizer import given_list
 from kvrouter.router.serve.proxy.openai_body import openai_body
 from tests.support.placing_stage import Stage, hit
-from tests.support.tokenizer_stage import Here, case
+from tests.support.tokenizer_stage import MODEL, Here, case
 
 IDS = st.lists(st.integers(0, 50_000), min_size=1, max_size=20)
 
@@ -152,6 +152,30 @@ async def test_texts_of_a_list_are_tokenized_each(local: Any) -> None:
         assert prompt.num_tokens == sum(part.num_tokens for part in alone)
         assert (prompt.token_ids, prompt.num_prompts, prompt.reason) == (None, 3, None)
         assert prompt.question("m").is_whole
+
+
+@pytest.mark.parametrize(("workers", "looked_up"), [(1, 64), (64, 64), (65, 63), (256, 16), (4_096, 1), (100_000, 1)])
+@pytest.mark.parametrize("path", [TEXT_PATH, EMBEDDINGS_PATH])
+async def test_fewer_prompts_are_looked_up_among_more_workers(workers: int, looked_up: int, path: str) -> None:
+    async with case() as stage:
+        stage.workers = workers
+        prompts = [[number, 1] for number in range(MAX_PROMPTS_LOOKED_UP)]
+        raw = json.dumps({"prompt": prompts, "input": prompts}).encode()
+        prompt = await stage.tokenizing.prompt(path, MODEL, read_client_body(path, raw))
+        firsts = [part.token_ids[0] for part in prompt.parts]  # type: ignore[index]
+        assert firsts == [*range(looked_up - 1), MAX_PROMPTS_LOOKED_UP - 1]
+        # The load has all prompts, and the list is a prediction only if all were looked up.
+        assert (prompt.num_tokens, prompt.num_prompts) == (2 * MAX_PROMPTS_LOOKED_UP, MAX_PROMPTS_LOOKED_UP)
+        question = prompt.question(MODEL)
+        assert question.is_counted and question.is_whole == (looked_up == MAX_PROMPTS_LOOKED_UP)
+
+
+async def test_texts_beyond_the_bound_are_not_tokenized() -> None:
+    async with case(local=Here()) as stage:
+        stage.workers = 2_048
+        prompt = await stage.text(["one", "two", "three", "four"])
+        assert (len(prompt.parts), prompt.num_prompts) == (2, 4)
+        assert not prompt.question(MODEL).is_counted
 
 
 async def test_a_text_whose_tokens_are_not_found_leaves_the_others_known() -> None:

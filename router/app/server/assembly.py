@@ -379,6 +379,7 @@ class Assembly:
     async def _start_tokens(self, core: Core, local: Mapping[str, LocalMaker]) -> TextTokenizer:
         tokenizer = TextTokenizer(
             models=core.models,
+            workers=lambda model: sum(registration.worker.model == model for registration in core.registrations()),
             engines=lambda model: [
                 Engine(url, f"{kind.name} {epoch}", kind.tokens, drains)
                 for url, (epoch, kind, drains) in core.engine_urls(model).items()

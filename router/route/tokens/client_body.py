@@ -94,7 +94,7 @@ def value_of(field: msgspec.Raw, decode: Callable[[Any], Any] = msgspec.json.dec
 
 
 def check_elements(field: msgspec.Raw, name: str) -> None:
-    """Raise BadQuestion if a field has so many elements that decoding it would hold up all other requests."""
+    """Raise BadQuestion if decoding a field would hold up all other requests, because of the number of its elements."""
     if memoryview(field).nbytes <= MAX_ELEMENTS:
         return
     raw = bytes(field)

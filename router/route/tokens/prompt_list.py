@@ -17,8 +17,11 @@ from kvrouter.router.route.tokens.prompt_tokens import estimated_tokens
 
 # How many prompts of one list are looked up: the first ones and the last one, because vLLM's report is about the last.
 # Their hits are found at once, as a choice needs them all at the same moment: 0.4 ms for 64 prompts of 2,000 tokens
-# among 16 workers, 0.8 ms among 64 and 2.5 ms among 256 (benchmarks/prompt_lists.py). A turn of ingest takes 2 ms.
+# among 16 workers, 0.8 ms among 64 (benchmarks/prompt_lists.py).
 MAX_PROMPTS_LOOKED_UP = 64
+# The largest number of prompts times workers. More workers take fewer prompts in the same 0.8 ms: 16 among 256, which would
+# take 2.5 ms with 64. A turn of ingest takes 2 ms.
+MAX_HITS_LOOKED_UP = 4_096
 # The most bytes of the prompts that are looked up, besides the last one: some 700,000 token ids, as many as the longest
 # single prompts have.
 MAX_BYTES_LOOKED_UP = 4 * 1024**2
@@ -40,6 +43,11 @@ class PromptList(NamedTuple):
     num_tokens: int
     # Whether `num_tokens` is exact.
     counted: bool
+
+
+def looked_up_among(workers: int) -> int:
+    """Return how many prompts of one list are looked up at most among this many workers; one at least."""
+    return max(1, min(MAX_PROMPTS_LOOKED_UP, MAX_HITS_LOOKED_UP // max(1, workers)))
 
 
 def is_list(raw: bytes) -> bool:

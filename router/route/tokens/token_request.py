@@ -226,6 +226,12 @@ class ListRequest(NamedTuple):
     # All prompts of the list.
     whole: PromptList
 
+    def within(self, most: int) -> ListRequest:
+        """Return the list with at most this many prompts to look up: the first ones and the last one."""
+        if len(self.prompts) <= most:
+            return self
+        return ListRequest([*self.prompts[: most - 1], self.prompts[-1]], self.whole)
+
 
 def cuts_cleanly(request: TokenRequest, at: int) -> bool:
     """Return whether a prompt that ends before message `at` begins in the same way as the whole prompt.

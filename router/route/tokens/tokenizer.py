@@ -38,7 +38,7 @@ from kvrouter.router.route.tokens.engine.wire import (
     tokenized_ids,
 )
 from kvrouter.router.route.tokens.prompt_cache import Key, PromptMemory
-from kvrouter.router.route.tokens.prompt_list import SPLIT_PROMPTS, PromptList
+from kvrouter.router.route.tokens.prompt_list import SPLIT_PROMPTS, PromptList, looked_up_among
 from kvrouter.router.route.tokens.prompt_tokens import FoundTokens, Prompt, TokensUnknown, estimated_tokens
 from kvrouter.router.route.tokens.token_metrics import TokenMetrics
 from kvrouter.router.route.tokens.token_request import ListRequest, TokenRequest, cuts_cleanly, read
@@ -79,6 +79,7 @@ class TextTokenizer:
 
     Args:
         models: Returns the models that have workers.
+        workers: Returns the number of a model's workers.
         engines: Returns the engines of a model that may be queried now.
         session: Used for queries to those engines.
         engine_key: Decides which engines get a key.
@@ -96,6 +97,7 @@ class TextTokenizer:
         self,
         *,
         models: Callable[[], Iterable[str]],
+        workers: Callable[[str], int],
         engines: Callable[[str], Sequence[Engine]],
         session: aiohttp.ClientSession,
         engine_key: EngineKey,
@@ -109,6 +111,7 @@ class TextTokenizer:
         supervisor: TaskSupervisor | None = None,
     ) -> None:
         self._models = models
+        self._workers = workers
         self._client = EngineClient(session, engine_key)
         self._local = local
         self._timeout_s = timeout_s
@@ -204,7 +207,7 @@ class TextTokenizer:
         request: TokenRequest | NDArray[np.int64] | ListRequest | Prompt | TokensUnknown | None = None
         if body.ids is not None or len(body.raw) <= READ_BYTES:
             try:
-                request = read(path, body)
+                request = self._read(path, model, body)
             except TokensUnknown as unknown:
                 request = unknown
         if isinstance(request, TokensUnknown):
@@ -220,6 +223,11 @@ class TextTokenizer:
         if counts:
             self._count(model, prompt, start_s)
         return prompt
+
+    def _read(self, path: str, model: str, body: ClientBody) -> TokenRequest | NDArray[np.int64] | ListRequest | Prompt:
+        """Read a body with `read`, and leave out the prompts of a list that are too many for the model's workers."""
+        request = read(path, body)
+        return request.within(looked_up_among(self._workers(model))) if isinstance(request, ListRequest) else request
 
     def _count(self, model: str, prompt: Prompt, start_s: float) -> None:
         self._metrics.prompts(prompt.source).inc()
@@ -254,7 +262,7 @@ class TextTokenizer:
         try:
             async with asyncio.timeout(self._timeout_s):
                 if request is None:
-                    request = await self._in_thread(lambda: _whole(path, body))
+                    request = await self._in_thread(lambda: _whole(self._read(path, model, body)))
                 if isinstance(request, ListRequest):
                     return await self._listed(model, request, authorization)
                 if not isinstance(request, TokenRequest):
@@ -571,9 +579,10 @@ def _given(prompt: NDArray[np.int64] | Prompt) -> Prompt:
     return prompt if isinstance(prompt, Prompt) else Prompt(len(prompt), prompt, "given")
 
 
-def _whole(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64] | ListRequest | Prompt:
-    """Read a long body with `read`, and compute now the properties that are otherwise computed later."""
-    request = read(path, body)
+def _whole(
+    request: TokenRequest | NDArray[np.int64] | ListRequest | Prompt,
+) -> TokenRequest | NDArray[np.int64] | ListRequest | Prompt:
+    """Compute now the properties of a long request that are otherwise computed later, and return the request."""
     if isinstance(request, TokenRequest):
         request.key, request.media_at, request.features  # noqa: B018
     return request
@@ -614,8 +623,9 @@ def list_of(parts: Sequence[Prompt], whole: PromptList) -> Prompt:
     elif whole.counted:
         num_tokens = whole.num_tokens
     else:
-        # The texts that are not looked up are assumed to be as long as the others.
-        num_tokens = max(whole.num_tokens, looked_up_tokens)
+        # The texts that are not looked up are assumed to be as long as the others. The sum is over that of the known ones,
+        # so it never looks as if all were known.
+        num_tokens = max(whole.num_tokens, looked_up_tokens * whole.num_prompts // max(1, len(parts)))
     return Prompt(
         num_tokens,
         None,
