@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+from tests.support.closing_server import close_server
+
 CHUNK_BYTES = 16_384
 
 
@@ -64,7 +66,7 @@ class Wire:
     async def close(self) -> None:
         server, self._server = self._server, None
         if server is not None:
-            server.close()
+            await close_server(server)
         self.cut()
         for task in list(self._tasks):
             task.cancel()

@@ -195,12 +195,14 @@ class Picker:
         self, request: Request, placement_request: PlacementRequest, subset: tuple[str, ...] | None
     ) -> Route:
         """Place the request, have its prompt computed elsewhere if needed, and return its route. Raises RouterError."""
-        may_hand_over = placement_request.question.model in self._proxy.addresses().prefillers
-        # A translated body need not keep the fields that hand a prompt over.
-        is_translated = placement_request.question.is_guess
-        client_body = request.client_body
-        may_hand_over = may_hand_over and not is_translated and client_body is not None
-        may_hand_over = may_hand_over and can_be_handed_over(request.client.path, client_body)
+        question, client_body = placement_request.question, request.client_body
+        may_hand_over = (
+            question.model in self._proxy.addresses().prefillers
+            # A translated body need not keep the fields that hand a prompt over.
+            and not question.is_guess
+            and client_body is not None
+            and can_be_handed_over(request.client.path, client_body)
+        )
         placement_request = msgspec.structs.replace(
             placement_request,
             keeps_comparison=self._fallbacks > 0 and placement_request.pinned is None,

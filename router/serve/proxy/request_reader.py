@@ -179,7 +179,7 @@ class RequestReader:
             if rule is not None:
                 raise BadQuestion(f"{error.message}; {rule}: send JSON in UTF-8 (RFC 8259)", code=error.code) from None
             return python_body, openai_body(python_body, lambda field: json.loads(bytes(field)))
-        names = RULED_FIELDS
+        names: tuple[str, ...] = RULED_FIELDS
         if rule is None and client.path == RESPONSES_PATH and not client_body.fields.keys().isdisjoint(RESPONSE_IDS):
             rule, names = IDS_RULE, RESPONSE_IDS
         if rule is not None:

@@ -174,7 +174,7 @@ class Engine:
             wire.target = None
             wire.cut()
         if self._pulse is not None:
-            self._pulse.close()
+            await self._pulse.close()
             self._pulse = None
         if self.publisher is not None:
             self.publisher.close()

@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+from tests.support.closing_server import close_server
+
 
 class PulseServer:
     """The server of one life of an engine; while it is stalled, it accepts requests and answers none."""
@@ -24,11 +26,11 @@ class PulseServer:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Stop listening, and cut all connections."""
         server, self._server = self._server, None
         if server is not None:
-            server.close()
+            await close_server(server)
         for task, transport in self._connections.items():
             task.cancel()
             transport.abort()
