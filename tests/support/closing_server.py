@@ -10,7 +10,7 @@ async def close_server(server: asyncio.Server) -> None:
     """Close a server once every connection that it has accepted has its transport.
 
     asyncio makes the transport in a task of its own. If the server is closed before that task's first step, the step
-    fails, and its transport stays unclosed (Python 3.11, asyncio/base_events.py).
+    fails, and its transport stays unclosed.
     """
     loop = asyncio.get_running_loop()
     for listening in server.sockets:
