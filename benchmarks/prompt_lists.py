@@ -24,7 +24,7 @@ from kvrouter.router.model.kvcache.catalog import Group, build_catalog
 from kvrouter.router.model.kvcache.prompt_hasher import SegmentMemory
 from kvrouter.router.model.workers.registration import CatalogSpec
 from kvrouter.router.model.workers.stream_state import StreamState
-from kvrouter.router.route.tokens.prompt_list import looked_up_among
+from kvrouter.router.route.tokens.prompt_list import MAX_PROMPTS_LOOKED_UP, looked_up_among
 
 WORKERS = (1, 16, 64, 256)
 PROMPT_TOKENS, BLOCK_TOKENS = 2_000, 16

@@ -34,6 +34,8 @@ HOST_RATIO = 2.0
 HICACHE_SWITCH = "KVROUTER_TEST_HICACHE"
 START_TIMEOUT_S = 240.0
 ANSWER_TIMEOUT_S = 60.0
+# Its /health generates a token, which takes some seconds on a machine under load.
+HEALTH_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 20.0
 
 CONFIG = {
@@ -163,7 +165,7 @@ class SglangServer:
 
     def _answers(self) -> bool:
         try:
-            return bool(urllib.request.urlopen(f"{self.url}/health", timeout=2).status == 200)
+            return bool(urllib.request.urlopen(f"{self.url}/health", timeout=HEALTH_TIMEOUT_S).status == 200)
         except (urllib.error.URLError, OSError):
             return False
 

@@ -28,10 +28,11 @@ from kvrouter.router.model.workers.engine_name import ENGINE_NAMES
 from kvrouter.router.model.workers.listed_worker import listed_worker
 from kvrouter.router.model.workers.registration import CatalogSpec, GroupSpec, Registration
 from kvrouter.router.model.workers.registration_from_body import registration_of
+from kvrouter.router.route.tokens.client_body import MESSAGES_PATH, read_client_body
 from kvrouter.router.route.tokens.engine.wire import RenderQuirks, tokenize_body
-from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
 from kvrouter.router.route.tokens.proxied_paths import AUDIO, INFERENCE_PATHS
-from kvrouter.router.route.tokens.token_request import TokenRequest
+from kvrouter.router.route.tokens.thinking import ThinkingSwitch
+from kvrouter.router.route.tokens.token_request import TokenRequest, read
 
 PAGE_TOKENS = 4
 FULL_ALONE = CatalogSpec(groups=(GroupSpec(None, "full_attention", PAGE_TOKENS),))
@@ -214,9 +215,29 @@ def test_tokenize_is_given_what_the_real_endpoint_reads() -> None:
     assert bodies["vllm"]["chat_template_kwargs"] == {"documents": [{"a": "b"}]}
     # SGLang's chats do not know `add_generation_prompt`, but its /tokenize does, so the router leaves it out.
     assert bodies["sglang"] == {name: body[name] for name in ("messages", "documents")}
-    message = TokenRequest("messages", {"messages": msgspec.Raw(msgspec.json.encode(body["messages"]))})
-    with pytest.raises(TokensUnknown, match="not known"):
-        tokenize_body(message, RenderQuirks(), ENGINES["sglang"].tokens)
+
+
+def test_each_engine_gets_the_chat_that_it_makes_of_a_message_itself() -> None:
+    """Claude Code's attribution is dropped by vLLM and kept by SGLang, and they join a system prompt's texts differently."""
+    texts = ["x-anthropic-billing-header: cch=1;", "You are brief.", "Be kind."]
+    body = {
+        "system": [{"type": "text", "text": text} for text in texts],
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [{"name": "weather", "input_schema": {"type": "object"}}],
+        "thinking": {"type": "adaptive"},
+        "chat_template_kwargs": {"date": "today"},
+    }
+    request = read(MESSAGES_PATH, read_client_body(MESSAGES_PATH, msgspec.json.encode(body)))
+    assert isinstance(request, TokenRequest)
+    quirks = RenderQuirks(switch=ThinkingSwitch(("enable_thinking",)))
+    chats = {name: msgspec.json.decode(tokenize_body(request, quirks, ENGINES[name].tokens)) for name in ENGINES}
+    systems = {name: chat["messages"][0]["content"] for name, chat in chats.items()}
+    assert systems == {"vllm": "".join(texts[1:]), "sglang": "\n".join(texts)}
+    functions = {name: chat["tools"][0]["function"] for name, chat in chats.items()}
+    function = {"name": "weather", "description": None, "parameters": {"type": "object"}}
+    assert functions == {"vllm": function, "sglang": function | {"description": "", "strict": False}}
+    arguments = {name: chat["chat_template_kwargs"] for name, chat in chats.items()}
+    assert arguments == {"vllm": {"date": "today"}, "sglang": {"enable_thinking": True}}
 
 
 def test_engines_name_the_paths_at_which_they_apply_a_cache_salt() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from kvrouter.contract.worker_status import EngineCache
+from kvrouter.router.model.engines.reading import Reading
 from kvrouter.router.model.kvcache.block_hash import HashScheme
 from kvrouter.router.model.workers.engine_answers import EngineAnswers
 from kvrouter.router.model.workers.registration import CatalogSpec
@@ -44,10 +45,8 @@ class TokenEndpoints(msgspec.Struct, frozen=True, eq=False):
     ignored_fields: frozenset[str]
     # Whether /tokenize wants the arguments of the template, and reasoning, under the names that the template uses.
     names_arguments: bool
-    # Whether the engine converts messages of Anthropic's API into chats in the same way as this router.
-    reads_messages: bool
-    # The same for the bodies of `/v1/responses`.
-    reads_responses: bool
+    # How the engine reads chats and messages of Anthropic's API.
+    reading: Reading
     # The path whose answer names a front end that stands before the engine, or "" if the engine never has one.
     version_path: str = ""
     # Returns the name and version of the front end in such an answer, for people, or "" if the engine itself answers.

@@ -12,7 +12,7 @@ from typing import Any
 # Types of content blocks that do not become text of a chat message. Source: vLLM 0.32.0
 # entrypoints/anthropic/protocol.py, AnthropicContentBlock.
 MEDIA = "image"
-TOOL_USE, TOOL_RESULT = "tool_use", "tool_result"
+TOOL_USE, TOOL_RESULT, THINKING = "tool_use", "tool_result", "thinking"
 
 
 def blocks_of(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -38,6 +38,11 @@ def has_media(message: dict[str, Any]) -> bool:
 def is_inline_system(message: dict[str, Any]) -> bool:
     """Return whether this is a system message among the others; some templates accept one only in front."""
     return message.get("role") == "system"
+
+
+def has_thinking(message: dict[str, Any]) -> bool:
+    """Return whether a message has thinking of an earlier turn."""
+    return any(block.get("type") == THINKING for block in blocks_of(message))
 
 
 def uses_tools(message: dict[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -50,7 +50,23 @@ ResponseFeature = Literal[
     "response calls",
     "response call kinds",
 ]
-Feature = Literal["chat", "tools", "continued", "text", "messages", "message tools", "inline system", ResponseFeature]
+Feature = Literal[
+    "chat",
+    "tools",
+    "continued",
+    "text",
+    "messages",
+    "message tools",
+    "inline system",
+    "message thinking",
+    "thinking on",
+    "thinking off",
+    "message effort",
+    ResponseFeature,
+]
+# Whether a message switches thinking on or off.
+THINKING_ON: Final = "thinking on"
+THINKING_OFF: Final = "thinking off"
 
 # Fields of requests to vLLM, OpenAI or this router that no engine turns into tokens of the prompt. Source: vLLM 0.32.0
 # entrypoints/openai/{chat_completion,completion}/protocol.py, renderers/online_renderer.py.
@@ -77,9 +93,9 @@ WITHOUT_TOKENS = frozenset(
         *("token_ids", "block_hashes", "num_tokens"),
     )
 )
-# All fields that decide the tokens of a message of Anthropic's API. Source: vLLM 0.32.0
+# All fields that decide the tokens of a message of Anthropic's API. Source: vLLM 0.32.0 and SGLang 0.5.23
 # entrypoints/anthropic/serving.py.
-MESSAGE_FIELDS = ("messages", "system", "tools", "tool_choice", "output_config", "chat_template_kwargs")
+MESSAGE_FIELDS = ("messages", "system", "tools", "tool_choice", "thinking", "output_config", "chat_template_kwargs")
 
 # The items of a Response's input that belong to calls of functions, and those of custom tools. Source: vLLM 0.33.0
 # entrypoints/openai/responses/utils.py.
@@ -194,6 +210,13 @@ class TokenRequest:
             features.append("message tools")
         if any(map(message_blocks.is_inline_system, self.messages)):
             features.append("inline system")
+        if any(map(message_blocks.has_thinking, self.messages)):
+            features.append("message thinking")
+        if self.thinking in (THINKING_ON, THINKING_OFF):
+            features.append(self.thinking)
+        output = self.value("output_config")
+        if isinstance(output, dict) and output.get("effort") is not None:
+            features.append("message effort")
         return tuple(features)
 
     def _response_features(self) -> tuple[Feature, ...]:
@@ -208,6 +231,17 @@ class TokenRequest:
         if any(item.get("type") in CUSTOM_ITEMS or item.get("namespace") for item in items):
             features.append("response call kinds")
         return tuple(features)
+
+    @property
+    def thinking(self) -> Literal["thinking on", "thinking off", "unknown"] | None:
+        """Whether a message switches thinking on or off, or None if it does not say so."""
+        thinking = self.value("thinking")
+        if thinking is None:
+            return None
+        kind = thinking.get("type") if isinstance(thinking, dict) else None
+        if kind == "disabled":
+            return THINKING_OFF
+        return THINKING_ON if kind in ("enabled", "adaptive") else "unknown"
 
     def with_fields(self, **changes: Any) -> TokenRequest:
         """Return a copy with some fields replaced, or left out where the new value is None."""
@@ -237,10 +271,11 @@ def cuts_cleanly(request: TokenRequest, at: int) -> bool:
     """Return whether a prompt that ends before message `at` begins in the same way as the whole prompt.
 
     In Anthropic's API a later system message may move to the front, and a message with results of tools becomes
-    several.
+    several. SGLang passes a last text of the assistant on as the user's.
     """
+    message = request.messages[at]
     return request.kind != "messages" or not (
-        "inline system" in request.features or message_blocks.uses_tools(request.messages[at])
+        "inline system" in request.features or message_blocks.uses_tools(message) or message.get("role") == "assistant"
     )
 
 
@@ -363,13 +398,8 @@ def _message(fields: dict[str, msgspec.Raw]) -> TokenRequest:
     request = TokenRequest("messages", {name: fields[name] for name in MESSAGE_FIELDS if name in fields})
     if not request.messages:
         raise BadQuestion("messages is empty: send one at least")
-    thinking = _decoded(fields.get("thinking", msgspec.Raw(NULL)), "thinking")
-    if isinstance(thinking, dict) and thinking.get("type") == "disabled":
-        # From 0.31 on vLLM tries out once which effort its template uses for disabled thinking, and its render endpoint
-        # does not apply that.
-        raise TokensUnknown(
-            "not_looked_up", "thinking that is disabled: only the engine knows what its template makes of it"
-        )
+    # This decodes the fields that decide the features, and reports now what cannot be decoded.
+    request.features  # noqa: B018
     return request
 
 

@@ -27,7 +27,7 @@ from kvrouter.router.model.workers.renderer_spec import RendererKeys, RendererSp
 from kvrouter.router.route.tokens.client_body import ClientBody
 from kvrouter.router.route.tokens.engine.client import Absent, Engine, EngineClient
 from kvrouter.router.route.tokens.engine.renderers import KEY_WANTED, Renderers
-from kvrouter.router.route.tokens.engine.verification import EQUAL, LocalMaker, Verdict
+from kvrouter.router.route.tokens.engine.verification import LocalMaker, Verdict
 from kvrouter.router.route.tokens.engine.verified_engines import LOOK_S, VerifiedEngines, token_path
 from kvrouter.router.route.tokens.engine.wire import (
     TOKENIZE_PATH,
@@ -380,11 +380,11 @@ class TextTokenizer:
         local = self._local.get(model)
         if local is not None:
             quirks = await self._trusted_local(model, request)
-            if quirks is not None:
+            if quirks:
                 try:
                     if at_once and request.size_bytes <= MAKE_BYTES:
-                        return FoundTokens(local.ids(request, quirks), "local")
-                    return FoundTokens(await self._in_thread(lambda: local.ids(request, quirks)), "local")
+                        return FoundTokens(_made(local, request, quirks), "local")
+                    return FoundTokens(await self._in_thread(lambda: _made(local, request, quirks)), "local")
                 except TokensUnknown as unknown:
                     # If the tokenizer cannot read the request, or its template refuses it, the engine decides if there
                     # is one.
@@ -441,7 +441,7 @@ class TextTokenizer:
                 return tokens
             problem = tokens
         urls = [url for url, verdict in verdicts.items() if token_path(verdict, request) is not None]
-        if not urls:
+        if not urls or (request.kind == "messages" and len(self._engines.readings(model)) > 1):
             raise problem or self._engines.why_none(model, request, verdicts)
         for url in self._in_turn(self._staying(model, urls), self._client):
             try:
@@ -560,18 +560,31 @@ class TextTokenizer:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    async def _trusted_local(self, model: str, request: TokenRequest) -> RenderQuirks | None:
-        """Return the quirks (`RenderQuirks`) to tokenize this request with locally, or None if that cannot be trusted.
+    async def _trusted_local(self, model: str, request: TokenRequest) -> list[RenderQuirks]:
+        """Return the quirks to tokenize this request with locally, or none if that cannot be trusted.
 
         It can be trusted if trials of the request's features gave the tokens of every engine, or if the model has no
-        engine to compare with.
+        engine to compare with. Engines of another kind, or with another template, have quirks of their own.
         """
         if not self._engines.of(model):
             # There is no engine to compare with; `health` reports that.
-            return self._local[model].likely_quirks()[0]
+            return [self._local[model].likely_quirks()[0]]
         verdicts = list((await self._engines.verdicts(model)).values())
-        trusted = all(verdict.local.get(feature) == EQUAL for verdict in verdicts for feature in request.features)
-        return verdicts[0].local_quirks if verdicts and trusted else None
+        if any(verdict.unequal(verdict.local, request) is not None for verdict in verdicts):
+            return []
+        return list(dict.fromkeys(verdict.local_quirks for verdict in verdicts))
+
+
+def _made(local: LocalMaker, request: TokenRequest, quirks: Sequence[RenderQuirks]) -> NDArray[np.int64]:
+    """Return the local tokens of a request if they are the same with each of the engines' quirks.
+
+    Raises:
+        TokensUnknown: They differ, or only the engine can read the request.
+    """
+    ids, *others = [local.ids(request, some_quirks) for some_quirks in quirks]
+    if any(not np.array_equal(ids, other_ids) for other_ids in others):
+        raise TokensUnknown("unverified", "the model's engines make different prompts of it")
+    return ids
 
 
 def _given(prompt: NDArray[np.int64] | Prompt) -> Prompt:

@@ -16,6 +16,7 @@ import msgspec
 from kvrouter.contract.worker_status import EngineCache
 from kvrouter.router.base.common.ids import CPU, STORAGE
 from kvrouter.router.model.engines.engine import Engine, EngineGauges, OperatorFlags, TokenEndpoints
+from kvrouter.router.model.engines.reading import SGLANG_READING
 from kvrouter.router.model.engines.sglang.server_info import SERVER_INFO_PATH, streams_in
 from kvrouter.router.model.kvcache.block_hash import HashScheme
 from kvrouter.router.model.kvcache.catalog import FULL_KINDS
@@ -115,8 +116,7 @@ TOKENS = TokenEndpoints(
     text_fields=("prompt",),
     ignored_fields=frozenset({"add_generation_prompt", "add_special_tokens"}),
     names_arguments=False,
-    reads_messages=False,
-    reads_responses=False,
+    reading=SGLANG_READING,
 )
 
 FLAGS = OperatorFlags(

@@ -10,6 +10,7 @@ import msgspec
 
 from kvrouter.contract.worker_status import EngineCache
 from kvrouter.router.model.engines.engine import Engine, EngineGauges, OperatorFlags, TokenEndpoints
+from kvrouter.router.model.engines.reading import VLLM_READING
 from kvrouter.router.model.kvcache.block_hash import HashScheme, known_schemes
 from kvrouter.router.model.workers.engine_answers import EngineAnswers, EventsConfig, streams_of
 from kvrouter.router.model.workers.engine_cache import positive_count
@@ -144,8 +145,7 @@ TOKENS = TokenEndpoints(
     text_fields=("prompt", "add_special_tokens"),
     ignored_fields=frozenset(),
     names_arguments=True,
-    reads_messages=True,
-    reads_responses=True,
+    reading=VLLM_READING,
     version_path="/version",
     front_end_in=front_end_in,
 )

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrouter.router.model.engines.reading import Reading
 from kvrouter.router.route.tokens.token_request import Feature, Kind, TokenRequest
 
 USER = {"role": "user", "content": " What is the capital of  France?\n"}
@@ -46,7 +47,7 @@ _TOOLS: dict[str, Any] = {
         {"role": "tool", "tool_call_id": "call_1", "content": '{"celsius": 21}'},
     ],
     "tools": [TOOL],
-    # Any engine accepts this value; "auto" needs a parser of tool calls.
+    # vLLM accepts "auto" only with a parser of tool calls.
     "tool_choice": "none",
 }
 _CONTINUED: dict[str, Any] = {
@@ -106,7 +107,7 @@ _MESSAGE_TOOLS: dict[str, Any] = {
             "input_schema": {"properties": {"city": {"type": "string"}}, "required": ["city"]},
         }
     ],
-    # Any engine accepts this value, as for chats.
+    # As for chats.
     "tool_choice": {"type": "none"},
 }
 _INLINE_SYSTEM: dict[str, Any] = {
@@ -119,11 +120,31 @@ _INLINE_SYSTEM: dict[str, Any] = {
     ],
 }
 
+# Thinking in a turn that is over, and in one that goes on.
+_MESSAGE_THINKING: dict[str, Any] = {
+    "messages": [
+        USER,
+        {
+            "role": "assistant",
+            "content": [{"type": "thinking", "thinking": "Easy.", "signature": "s"}, {"type": "text", "text": "Paris"}],
+        },
+        *_MESSAGE_TOOLS["messages"],
+    ],
+    "tools": _MESSAGE_TOOLS["tools"],
+}
+
 # Probes for messages of Anthropic's API, which engines turn into chats.
 MESSAGE_PROBES: dict[Feature, TokenRequest] = {
     "messages": _probe("messages", _MESSAGES),
     "message tools": _probe("messages", _MESSAGE_TOOLS),
     "inline system": _probe("messages", _INLINE_SYSTEM),
+}
+# Further ones for engines that take thinking.
+THINKING_PROBES: dict[Feature, TokenRequest] = {
+    "message thinking": _probe("messages", _MESSAGE_THINKING),
+    "thinking on": _probe("messages", _MESSAGES | {"thinking": {"type": "adaptive"}}),
+    "thinking off": _probe("messages", _MESSAGES | {"thinking": {"type": "disabled"}}),
+    "message effort": _probe("messages", _MESSAGES | {"output_config": {"effort": "low"}}),
 }
 # The probe for a template that accepts no system message, or no message of several parts.
 PLAIN_CHAT = _probe(
@@ -188,6 +209,27 @@ RESPONSE_PROBES: dict[Feature, TokenRequest] = {
 }
 # The probe for a template that accepts no system message, or no message of several parts.
 PLAIN_RESPONSES = _probe("responses", {"input": [*_ANSWERED, {"role": "user", "content": "日本?"}]})
+# The probes that replace one which an engine's template refuses.
+PLAIN_PROBES: dict[Feature, TokenRequest] = {"chat": PLAIN_CHAT, "responses": PLAIN_RESPONSES}
+
+
+def chat_probes(reading: Reading) -> dict[Feature, TokenRequest]:
+    """Return the probes of chats and texts for an engine that reads in this way."""
+    if not reading.drops_unused_tools:
+        return dict(PROBES)
+    # With the choice "none" the prompt would be without the tools that it is to show.
+    return PROBES | {"tools": PROBES["tools"].with_fields(tool_choice=None)}
+
+
+def message_probes(reading: Reading) -> dict[Feature, TokenRequest]:
+    """Return the probes of messages for an engine that reads in this way."""
+    if not reading.takes_thinking:
+        return dict(MESSAGE_PROBES)
+    turns = _MESSAGE_TOOLS["messages"]
+    answer = turns[1] | {"content": [block for block in turns[1]["content"] if block["type"] != "thinking"]}
+    tools = MESSAGE_PROBES["message tools"].with_fields(messages=[turns[0], answer, turns[2]], tool_choice=None)
+    return MESSAGE_PROBES | {"message tools": tools} | THINKING_PROBES
+
 
 # The engine's own result for a probe: the ids, or their number if it does not report them, or its refusal.
 Truth = NDArray[np.int64] | int | str

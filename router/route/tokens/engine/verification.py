@@ -8,7 +8,7 @@ code, and differs for some models (gpt-oss) and flags.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -19,14 +19,13 @@ from kvrouter.router.base.common.errors import BadQuestion
 from kvrouter.router.model.engines.engine import TokenEndpoints
 from kvrouter.router.route.tokens.engine.client import Absent, Engine, EngineClient
 from kvrouter.router.route.tokens.engine.probes import (
-    MESSAGE_PROBES,
-    PLAIN_CHAT,
-    PLAIN_RESPONSES,
-    PROBES,
+    PLAIN_PROBES,
     RESPONSE_PROBES,
     Truth,
     agrees,
+    chat_probes,
     difference,
+    message_probes,
     running,
 )
 from kvrouter.router.route.tokens.engine.wire import (
@@ -43,7 +42,8 @@ from kvrouter.router.route.tokens.engine.wire import (
     tokenized_ids,
 )
 from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
-from kvrouter.router.route.tokens.token_request import Feature, TokenRequest
+from kvrouter.router.route.tokens.thinking import HISTORIES, SWITCHES
+from kvrouter.router.route.tokens.token_request import THINKING_OFF, THINKING_ON, Feature, TokenRequest
 
 # The result for tokens that equal the engine's; any other text is the reason why they do not.
 EQUAL = ""
@@ -54,6 +54,11 @@ TOKENIZE_QUIRKS = tuple(
 )
 
 Make = Callable[[TokenRequest, RenderQuirks], NDArray[np.int64]]
+
+# The features that an engine's reasoning parser decides. Each group is tried with quirks of its own.
+HISTORY: tuple[Feature, ...] = ("message thinking",)
+SWITCH: tuple[Feature, ...] = (THINKING_ON, THINKING_OFF)
+EFFORT: tuple[Feature, ...] = ("message effort",)
 
 
 class LocalMaker(Protocol):
@@ -98,6 +103,14 @@ class Verdict(msgspec.Struct, frozen=True, eq=False):
     # The front end before the engine that lacks its render endpoints, for people, or "" if there is none.
     front_end: str = ""
 
+    def unequal(self, results: Mapping[Feature, str], request: TokenRequest) -> Feature | None:
+        """Return the first feature of the request for which a way does not make the engine's tokens, None if it does.
+
+        Thinking has no influence on the prompt of an engine that does not take it.
+        """
+        ignored: tuple[Feature, ...] = () if self.ways.reading.takes_thinking else (*HISTORY, *SWITCH, *EFFORT)
+        return next((f for f in request.features if f not in ignored and results.get(f) != EQUAL), None)
+
 
 class Verifier:
     """The comparison of engines with the ways to find tokens."""
@@ -115,35 +128,18 @@ class Verifier:
             TokensUnknown: The engine does not answer.
         """
         ways = engine.ways
-        probes = dict(PROBES)
         truths: dict[Feature, Truth] = {}
-        renders = bool(ways.render_paths)
-        for feature, probe in PROBES.items():
-            renders, truth = await self._truth(model, engine, probe, renders)
-            if feature == "chat" and isinstance(truth, str):
-                probes[feature] = PLAIN_CHAT
-                renders, truth = await self._truth(model, engine, PLAIN_CHAT, renders)
-            truths[feature] = truth
+        renders, probes = await self._true(model, engine, chat_probes(ways.reading), bool(ways.render_paths), truths)
         front_end = ""
         if ways.render_paths and not renders and ways.version_path:
             front_end = ways.front_end_in(await self._client.get(engine.url, ways.version_path))
-        renders_messages = renders
-        # If this router cannot read messages as the engine does, there is nothing to compare.
-        message_probes = MESSAGE_PROBES if ways.reads_messages else {}
-        for feature, probe in message_probes.items():
-            renders_messages, truths[feature] = await self._truth(model, engine, probe, renders_messages)
-        renders_responses = renders
-        response_probes = dict(RESPONSE_PROBES) if ways.reads_responses else {}
-        for feature in response_probes:
-            renders_responses, truth = await self._truth(model, engine, response_probes[feature], renders_responses)
-            if feature == "responses" and isinstance(truth, str):
-                response_probes[feature] = PLAIN_RESPONSES
-                renders_responses, truth = await self._truth(model, engine, PLAIN_RESPONSES, renders_responses)
-            truths[feature] = truth
+        renders_messages, of_messages = await self._true(model, engine, message_probes(ways.reading), renders, truths)
+        of_responses = RESPONSE_PROBES if ways.reading.converts_responses else {}
+        renders_responses, of_responses = await self._true(model, engine, of_responses, renders, truths)
         unrendered = {} if renders else dict(probes)
-        unrendered |= {} if renders_messages else message_probes
-        unrendered |= {} if renders_responses else response_probes
-        probes |= message_probes | response_probes
+        unrendered |= {} if renders_messages else of_messages
+        unrendered |= {} if renders_responses else of_responses
+        probes |= of_messages | of_responses
         tokenizes: dict[Feature, str] = {}
         tokenize_quirks = RenderQuirks()
         if unrendered:
@@ -152,9 +148,11 @@ class Verifier:
         local_quirks = RenderQuirks()
         maker = self._local.get(model)
         if maker is not None:
-            local, local_quirks = best(
-                [(compared(maker.ids, quirks, probes, truths), quirks) for quirks in maker.likely_quirks()]
-            )
+            tried = [msgspec.structs.replace(quirks, reading=ways.reading) for quirks in maker.likely_quirks()]
+            trials = Trials(probes, tried)
+            for some_probes, some_quirks in trials:
+                trials.found([(compared(maker.ids, quirks, some_probes, truths), quirks) for quirks in some_quirks])
+            local, local_quirks = trials.results, trials.quirks
         return Verdict(
             ways,
             renders,
@@ -167,6 +165,27 @@ class Verifier:
             truths,
             front_end,
         )
+
+    async def _true(
+        self,
+        model: str,
+        engine: Engine,
+        probes: Mapping[Feature, TokenRequest],
+        renders: bool,
+        truths: dict[Feature, Truth],
+    ) -> tuple[bool, dict[Feature, TokenRequest]]:
+        """Add the engine's own results for some probes to `truths`.
+
+        Returns:
+            Whether the engine renders such requests, and the probes; one that its template refuses is replaced.
+        """
+        probes = dict(probes)
+        for feature in list(probes):
+            renders, truths[feature] = await self._truth(model, engine, probes[feature], renders)
+            if feature in PLAIN_PROBES and isinstance(truths[feature], str):
+                probes[feature] = PLAIN_PROBES[feature]
+                renders, truths[feature] = await self._truth(model, engine, probes[feature], renders)
+        return renders, probes
 
     async def _truth(self, model: str, engine: Engine, probe: TokenRequest, renders: bool) -> tuple[bool, Truth]:
         """Return whether the engine renders, and its own result for the probe.
@@ -197,15 +216,18 @@ class Verifier:
         self, engine: Engine, probes: dict[Feature, TokenRequest], truths: dict[Feature, Truth]
     ) -> tuple[dict[Feature, str], RenderQuirks]:
         """Return the results of /tokenize with the quirks that explain the most probes, and these quirks."""
-        attempts: list[tuple[dict[Feature, str], RenderQuirks]] = []
-        for quirks in TOKENIZE_QUIRKS:
-            results: dict[Feature, str] = {}
-            for feature, probe in probes.items():
-                results[feature] = await self._tokenized(engine, probe, truths[feature], quirks)
-            attempts.append((results, quirks))
-            if all(result == EQUAL or isinstance(truths[feature], str) for feature, result in results.items()):
-                break
-        return best(attempts)
+        trials = Trials(probes, TOKENIZE_QUIRKS)
+        for some_probes, some_quirks in trials:
+            attempts: list[tuple[dict[Feature, str], RenderQuirks]] = []
+            for quirks in some_quirks:
+                results: dict[Feature, str] = {}
+                for feature, probe in some_probes.items():
+                    results[feature] = await self._tokenized(engine, probe, truths[feature], quirks)
+                attempts.append((results, quirks))
+                if all(result == EQUAL or isinstance(truths[feature], str) for feature, result in results.items()):
+                    break
+            trials.found(attempts)
+        return trials.results, trials.quirks
 
     async def _tokenized(self, engine: Engine, probe: TokenRequest, truth: Truth, quirks: RenderQuirks) -> str:
         """Return EQUAL if /tokenize makes the engine's own tokens of the probe, else the reason why not."""
@@ -224,6 +246,34 @@ class Verifier:
                 raise
             return f"its /tokenize refuses the probe: {unknown.problem}"
         return EQUAL if agrees(truth, ids) else difference(truth, ids)
+
+
+class Trials:
+    """The quirks to try with an engine's probes, group by group: a later group builds on the quirks found before.
+
+    Trying all combinations at once would take some thousand requests.
+    """
+
+    def __init__(self, probes: dict[Feature, TokenRequest], quirks: Sequence[RenderQuirks]) -> None:
+        self._probes = probes
+        self._first = quirks
+        self.results: dict[Feature, str] = {}
+        self.quirks = quirks[0]
+
+    def __iter__(self) -> Iterator[tuple[dict[Feature, TokenRequest], Sequence[RenderQuirks]]]:
+        """Yield the probes of each group with the quirks to try; call `found` before going on."""
+        grouped = {*HISTORY, *SWITCH, *EFFORT}
+        yield {feature: probe for feature, probe in self._probes.items() if feature not in grouped}, self._first
+        for features, name, values in ((HISTORY, "history", HISTORIES), (SWITCH, "switch", SWITCHES), (EFFORT, "", ())):
+            group = {feature: self._probes[feature] for feature in features if feature in self._probes}
+            if group:
+                options = [msgspec.structs.replace(self.quirks, **{name: value}) for value in values]
+                yield group, options or [self.quirks]
+
+    def found(self, attempts: list[tuple[dict[Feature, str], RenderQuirks]]) -> None:
+        """Keep the results of the best attempt of a group, and its quirks."""
+        results, self.quirks = best(attempts)
+        self.results |= results
 
 
 def compared(

@@ -48,6 +48,10 @@ PROBE_NAMES: dict[Feature, str] = {
     "response tool kinds": "request to /v1/responses with tools that are no functions",
     "response calls": "request to /v1/responses with calls of functions",
     "response call kinds": "request to /v1/responses with calls of custom tools or in a namespace",
+    "message thinking": "message with earlier thinking",
+    "thinking on": "message that switches thinking on",
+    "thinking off": "message that switches thinking off",
+    "message effort": "message with output_config.effort",
 }
 
 
@@ -200,6 +204,10 @@ class VerifiedEngines:
         self._renderers.look(models, present)
         self._metrics.renderers_unusable.set(len({url for _, url, _ in self.renderer_problems()}))
 
+    def readings(self, model: str) -> set[str]:
+        """Return the names of the ways in which the model's engines read messages."""
+        return {engine.ways.reading.name for engine in self.of(model)}
+
     def all_alike(self, model: str) -> bool:
         """Return whether every engine of the model is judged and all make the same tokens of the probes."""
         states = [self._judged.get((model, engine.url)) for engine in self.of(model)]
@@ -219,6 +227,12 @@ class VerifiedEngines:
             # An engine that refused a verification has not refused this request.
             reason = failed[0].reason if failed[0].reason == "unauthorized" else "unreachable"
             return TokensUnknown(reason, failed[0].problem)
+        if request.kind == "messages" and len(self.readings(model)) > 1:
+            return TokensUnknown(
+                "unverified",
+                "the model is served by engines of different kinds, which make different prompts of a message; serve it "
+                "under another name by each kind",
+            )
         verdict = next(iter(verdicts.values()))
         if request.kind == "responses":
             self._unread_responses.setdefault(model, set()).update(request.features)
@@ -408,7 +422,7 @@ def token_path(verdict: Verdict, request: TokenRequest) -> Source | None:
     renders = {"messages": verdict.renders_messages, "responses": verdict.renders_responses}
     if renders.get(request.kind, verdict.renders):
         return "render"
-    if all(verdict.tokenizes.get(feature) == EQUAL for feature in request.features) and _tokenizable(request):
+    if verdict.unequal(verdict.tokenizes, request) is None and _tokenizable(request):
         return "tokenize"
     return None
 

@@ -17,13 +17,15 @@ from numpy.typing import NDArray
 from kvrouter.router.base.common.errors import BadQuestion
 from kvrouter.router.base.common.json_arrays import token_array
 from kvrouter.router.model.engines.engine import TokenEndpoints
+from kvrouter.router.model.engines.reading import VLLM_READING, Reading
 from kvrouter.router.model.kvcache.multimodal import Items
 from kvrouter.router.route.tokens import responses_conversation
 from kvrouter.router.route.tokens.anthropic_messages import as_chat
 from kvrouter.router.route.tokens.client_body import CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH, TEXT_PATH
 from kvrouter.router.route.tokens.media_features import MediaFeatures, items_of
 from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
-from kvrouter.router.route.tokens.token_request import TRUNCATION, Kind, TokenRequest
+from kvrouter.router.route.tokens.thinking import DROPPED, NO_SWITCH, ThinkingHistory, ThinkingSwitch
+from kvrouter.router.route.tokens.token_request import THINKING_OFF, TRUNCATION, Kind, TokenRequest
 
 COUNT_PATH = f"{MESSAGES_PATH}/count_tokens"
 TOKENIZE_PATH = "/tokenize"
@@ -49,15 +51,51 @@ class RenderQuirks(msgspec.Struct, frozen=True):
     # Whether the name of a called function stands before its arguments, as vLLM writes it for Responses; in its chats the
     # arguments come first. A template may write the whole call.
     name_first: bool = False
+    # What becomes of thinking in messages of Anthropic's API, if the engine takes it.
+    history: ThinkingHistory = DROPPED
+    switch: ThinkingSwitch = NO_SWITCH
+    # How engines of its kind read chats and messages.
+    reading: Reading = VLLM_READING
+
+
+def chat_of(request: TokenRequest, quirks: RenderQuirks) -> TokenRequest:
+    """Return the chat that an engine with these quirks makes of a message or of a body of `/v1/responses`.
+
+    Raises:
+        TokensUnknown: Only the engine can read the request.
+    """
+    if request.kind == "responses":
+        if not quirks.reading.converts_responses:
+            raise TokensUnknown("unsupported", f"what this engine makes of {RESPONSES_PATH} is not known")
+        return responses_conversation.as_chat(request)
+    return as_chat(
+        request,
+        merges_system=quirks.merges_system,
+        reading=quirks.reading,
+        history=quirks.history,
+        switch=quirks.switch,
+    )
 
 
 def render_body(request: TokenRequest, model: str) -> bytes:
     """Return the body for a render endpoint.
 
     Its mm_payload makes the engine return only the places and the hashes of images and other media.
+
+    Raises:
+        TokensUnknown: The render endpoint reads the request differently from the real endpoint.
     """
-    added = {"model": model, "max_tokens": 1} if request.kind == "messages" else {}
-    return msgspec.json.encode(request.fields | added | {"mm_payload": "none"})
+    if request.kind != "messages":
+        return msgspec.json.encode(request.fields | {"mm_payload": "none"})
+    if request.thinking == THINKING_OFF:
+        # From 0.31 on vLLM tries out once which effort its template uses for disabled thinking, and its render endpoint
+        # does not apply that.
+        raise TokensUnknown(
+            "not_looked_up", "thinking that is disabled: only the engine knows what its template makes of it"
+        )
+    # Other thinking has no influence, but may be refused together with this limit.
+    fields = {name: value for name, value in request.fields.items() if name != "thinking"}
+    return msgspec.json.encode(fields | {"model": model, "max_tokens": 1, "mm_payload": "none"})
 
 
 def count_body(request: TokenRequest, model: str) -> bytes:
@@ -71,14 +109,8 @@ def tokenize_body(request: TokenRequest, quirks: RenderQuirks, ways: TokenEndpoi
     Raises:
         TokensUnknown: /tokenize cannot show how the real endpoint would read the request.
     """
-    if request.kind == "messages":
-        if not ways.reads_messages:
-            raise TokensUnknown("unsupported", "what this engine makes of messages of Anthropic's API is not known")
-        request = as_chat(request, merges_system=quirks.merges_system)
-    elif request.kind == "responses":
-        if not ways.reads_responses:
-            raise TokensUnknown("unsupported", f"what this engine makes of {RESPONSES_PATH} is not known")
-        request = responses_conversation.as_chat(request)
+    if request.kind in ("messages", "responses"):
+        request = chat_of(request, msgspec.structs.replace(quirks, reading=ways.reading))
     for name in ONLY_RENDERED:
         if request.has(name):
             raise TokensUnknown(

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chat's messages and tools in the form in which vLLM passes them to the chat template. Pure.
+"""A chat's messages and tools in the form in which an engine passes them to the chat template. Pure.
 
 Source: vLLM 0.32.0 renderers/chat_utils.py (parse_chat_messages), entrypoints/openai/chat_completion/protocol.py; the
-order of a tool call's keys is that of OpenAI's types, by which vLLM reads it. Anything that may be read differently
-there is left to the engine.
+order of a tool call's keys is that of OpenAI's types, by which vLLM reads it. SGLang 0.5.23
+entrypoints/openai/serving_chat.py (_apply_jinja_template), entrypoints/openai/protocol.py. Anything that may be read
+differently there is left to the engine.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from kvrouter.router.model.engines.reading import Reading
 from kvrouter.router.route.tokens.engine.wire import RenderQuirks, drops_tools, with_reasoning
 from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
 from kvrouter.router.route.tokens.token_request import TokenRequest
@@ -30,16 +32,22 @@ def conversation(request: TokenRequest, quirks: RenderQuirks) -> list[dict[str, 
     Raises:
         TokensUnknown: Only the engine can read the messages.
     """
-    return [_message(with_reasoning(message), quirks) for message in request.messages]
+    messages = [_message(message, quirks) for message in request.messages]
+    if quirks.reading.turns_last_answer and request.value("continue_final_message") is not True:
+        last_message = messages[-1]
+        if last_message["role"] == "assistant" and isinstance(last_message["content"], str):
+            messages[-1] = {"role": "user", "content": last_message["content"]}
+    return messages
 
 
 def _message(message: dict[str, Any], quirks: RenderQuirks) -> dict[str, Any]:
-    """Return one message as vLLM passes it to the template."""
+    """Return one message as the engine passes it to the template."""
+    reading = quirks.reading
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise _left(f"the role {role!r}")
-    content = _content(message.get("content"), as_parts=quirks.content_parts and role != "tool")
-    if role == "system" and BILLING_LINE in str(content):
+    content = _content(message.get("content"), reading, as_parts=quirks.content_parts and role != "tool")
+    if role == "system" and reading.drops_attribution and BILLING_LINE in str(content):
         raise _left("a billing line in a system message")
     rendered: dict[str, Any] = {"role": role, "content": content}
     if role == "assistant":
@@ -48,11 +56,15 @@ def _message(message: dict[str, Any], quirks: RenderQuirks) -> dict[str, Any]:
             raise _left("tool_calls that are no list")
         if calls:
             rendered["tool_calls"] = [_tool_call(call, quirks) for call in calls]
-        reasoning = message.get("reasoning")
+        reasoning = (
+            with_reasoning(message).get("reasoning") if reading.names_reasoning else message.get("reasoning_content")
+        )
         if reasoning is not None:
             if not isinstance(reasoning, str):
                 raise _left("reasoning that is no text")
-            rendered["reasoning"] = rendered["reasoning_content"] = reasoning
+            rendered["reasoning_content"] = reasoning
+            if reading.names_reasoning:
+                rendered["reasoning"] = reasoning
     elif role == "tool" and "tool_call_id" in message:
         rendered["tool_call_id"] = message["tool_call_id"]
     if isinstance(message.get("name"), str):
@@ -64,8 +76,10 @@ def _message(message: dict[str, Any], quirks: RenderQuirks) -> dict[str, Any]:
     return rendered
 
 
-def _content(content: Any, *, as_parts: bool) -> str | list[dict[str, str]]:
+def _content(content: Any, reading: Reading, *, as_parts: bool) -> str | list[dict[str, str]]:
     """Return the content as one text or as parts with text, whichever the template expects."""
+    if reading.keeps_texts and isinstance(content, str | None):
+        return content or ""
     if content is None:
         texts: list[str] = []
     elif isinstance(content, str):
@@ -74,7 +88,7 @@ def _content(content: Any, *, as_parts: bool) -> str | list[dict[str, str]]:
         texts = [_text_of(part) for part in content]
     else:
         raise _left("content that is neither text nor parts")
-    return [{"type": "text", "text": text} for text in texts] if as_parts else "\n".join(texts)
+    return [{"type": "text", "text": text} for text in texts] if as_parts else reading.part_separator.join(texts)
 
 
 def _text_of(part: Any) -> str:
@@ -97,6 +111,9 @@ def _tool_call(call: Any, quirks: RenderQuirks) -> dict[str, Any]:
         raise _left("a tool call of another form")
     if not all(isinstance(text, str) for text in (call["id"], *function.values())):
         raise _left("a tool call of another form")
+    if quirks.reading.completes_calls:
+        function = {"name": function["name"], "arguments": _arguments(function["arguments"])}
+        return {"id": call["id"], "index": None, "type": "function", "function": function}
     written = {"name": function["name"]} if quirks.name_first else {}
     written |= {"arguments": _arguments(function["arguments"]), "name": function["name"]}
     return {
@@ -118,7 +135,7 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 def tools(request: TokenRequest, quirks: RenderQuirks) -> list[dict[str, Any]] | None:
-    """Return the tools as vLLM's own types write them, or None if the prompt has none.
+    """Return the tools as the engine's own types write them, or None if the prompt has none.
 
     Raises:
         TokensUnknown: Only the engine can read the tools.
@@ -128,15 +145,32 @@ def tools(request: TokenRequest, quirks: RenderQuirks) -> list[dict[str, Any]] |
         return None
     if not isinstance(definitions, list) or not definitions:
         raise _left("tools that are no list")
-    return [_tool(tool) for tool in definitions]
+    named = None
+    if quirks.reading.drops_unused_tools:
+        choice = request.value("tool_choice")
+        if choice == "none":
+            return None
+        if isinstance(choice, dict):
+            function = choice.get("function")
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise _left("a tool_choice of another form")
+            named = function["name"]
+    written = [_tool(tool, quirks.reading) for tool in definitions]
+    return [tool for tool in written if named is None or tool["function"]["name"] == named] or None
 
 
-def _tool(tool: Any) -> dict[str, Any]:
+def _tool(tool: Any, reading: Reading) -> dict[str, Any]:
     if not isinstance(tool, dict) or not tool.keys() <= TOOL_KEYS or tool.get("type", "function") != "function":
         raise _left("a tool of another form")
     function = tool.get("function")
     if not isinstance(function, dict) or not function.keys() <= set(FUNCTION_KEYS) or "name" not in function:
         raise _left("a tool of another form")
+    if reading.completes_calls:
+        # The client's order comes first.
+        definition = {"description": None, "parameters": None} | function
+        order = [*function, *(name for name in definition if name not in function)]
+        definition = {name: definition[name] for name in order if name != "strict" or definition[name] is not None}
+        return {"type": "function", "function": definition, "defer_loading": None}
     definition = {name: function.get(name) for name in FUNCTION_KEYS}
     if definition["strict"] is None:
         del definition["strict"]

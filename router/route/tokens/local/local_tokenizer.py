@@ -20,9 +20,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.regular_file import read_regular
-from kvrouter.router.route.tokens import responses_conversation
-from kvrouter.router.route.tokens.anthropic_messages import as_chat
-from kvrouter.router.route.tokens.engine.wire import RenderQuirks, template_arguments
+from kvrouter.router.route.tokens.engine.wire import RenderQuirks, chat_of, template_arguments
 from kvrouter.router.route.tokens.local.chat_messages import conversation, tools
 from kvrouter.router.route.tokens.local.chat_template import OWN_ARGUMENTS, ChatTemplate
 from kvrouter.router.route.tokens.local.piece_cache import PieceCache
@@ -87,9 +85,9 @@ class LocalTokenizer:
             if request.has(name):
                 raise TokensUnknown("unsupported", f"{name} is not read by the tokenizer here; the engine reads it")
         if request.kind == "messages":
-            request = as_chat(request, merges_system=quirks.merges_system)
+            request = chat_of(request, quirks)
         elif request.kind == "responses":
-            request = responses_conversation.as_chat(request)
+            request = chat_of(request, quirks)
             quirks = msgspec.structs.replace(quirks, name_first=True)
         special = request.value("add_special_tokens")
         if request.kind == "text":
