@@ -14,7 +14,7 @@ help:
 	@echo "make demo         install into .venv, without a C compiler, and watch the router predict what four replicas reuse"
 	@echo "make test         install with compiled modules and run the tests of every part, in minutes"
 	@echo "make test-all     the rest: whole routers, faults, fuzzing, containers, the demo, all examples of the properties"
-	@echo "make test-uncompiled  those of make test, with the modules as they run where there is no C compiler"
+	@echo "make test-uncompiled  those of make test that can run a compiled module, with the modules uncompiled"
 	@echo "make test-engine  the same claims against a real vLLM (its CPU build, 3 GB, cached)"
 	@echo "make fuzz         a million inputs against the decoders and what follows, ten million heads and answers, and the HTTP API's description"
 	@echo "make sanitize     the compiled modules under gcc's address and undefined-behaviour sanitizers (part of make fuzz)"
@@ -75,18 +75,23 @@ $(VENV)/installed: pyproject.toml engine_patch/pyproject.toml $(SOURCES)
 demo: $(firstword $(wildcard $(VENV)/installed) $(VENV)/runtime)
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/kvrouter demo
 
-# A file's tests stay in one process, so that they share their router and their store.
-PYTEST := $(BIN)/python -m pytest --ignore=tests/engine --numprocesses auto --maxprocesses 8 --dist loadfile
+# A file's tests stay in one process, so that they share their router and their store. Tests wait for sockets, limits of
+# time and other processes for two thirds of their time, so there are more processes than cores.
+CORES = $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+PYTEST := $(BIN)/python -m pytest --ignore=tests/engine --maxprocesses 8 --dist loadfile
+FEW := KVROUTER_TEST_EXAMPLES=few $(PYTEST) -m "not slow"
 
 test: $(VENV)/installed
-	KVROUTER_TEST_EXAMPLES=few $(PYTEST) -m "not slow" $(ARGS)
+	$(FEW) --numprocesses $$((2 * $(CORES))) $(ARGS)
 
+# The order is that of tests/conftest.py, because some files with few tests take the longest. These tests use whole
+# routers and make faults, so they get fewer processes.
 test-all: $(VENV)/installed
-	$(PYTEST) -m "slow or property" $(ARGS)
+	$(PYTEST) -m "slow or property" --numprocesses $$(($(CORES) + 1)) --no-loadscope-reorder $(ARGS)
 
-# As where there was no C compiler.
+# As where there was no C compiler. tests/conftest.py leaves out what never runs a compiled module.
 test-uncompiled: $(VENV)/installed
-	KVROUTER_TEST_UNCOMPILED=1 KVROUTER_TEST_EXAMPLES=few $(PYTEST) -m "not slow" $(ARGS)
+	KVROUTER_TEST_UNCOMPILED=1 $(FEW) --numprocesses $$((2 * $(CORES))) $(ARGS)
 
 test-engine:
 	$(PYTHON) tests/engine/run.py $(ARGS)

@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvrouter.router.base.common.compiled import wanted
+from tests.support.compiled_reach import reaches_compiled
 from tests.support.examples import examples
 
 os.environ.setdefault("KVROUTER_TEST_PRELOAD", "1")
@@ -36,7 +38,20 @@ SLOW_FOLDERS = {"system", "chaos", "fuzz"}
 PATIENCE_S = 60.0
 
 
+# These files take the longest in `make test-all`, so they come first. If they came last, one process would still run them
+# when the others are done.
+LONGEST = ("LIST",)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out, where compiled modules run uncompiled, the tests that run none of them."""
+    is_test = collection_path.match("test_*.py")
+    return True if is_test and not wanted() and not reaches_compiled(collection_path) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks = {name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         if folder == "property":

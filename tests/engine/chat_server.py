@@ -19,10 +19,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from tests.engine.engine_forks import ForkedServer
 from tests.engine.engine_process import EXECUTOR, MAX_MODEL_LEN
 from tests.support.exchange import exchange
 from tests.support.ports import free_port
-from tests.support.router_process import end_process
+from tests.support.router_process import PRELOAD_VARIABLE, end_process
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 30.0
@@ -33,6 +34,7 @@ NUM_BLOCKS = 400
 class ChatServer:
     """A server that starts on entry and stops on exit.
 
+    Like a router of the tests, it is forked from a process that has imported its modules if KVROUTER_TEST_PRELOAD is 1.
     `url` is its HTTP address; `endpoint` and `replay_endpoint` are its event sockets.
     """
 
@@ -60,7 +62,7 @@ class ChatServer:
         events, replay = free_port(), free_port()
         self.endpoint, self.replay_endpoint = f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}"
         self._log = folder / f"serve-{self.port}.log"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Any = None
         self._environment = {**os.environ, **(environment or {})}
         stream = {
             "enable_kv_cache_events": True,
@@ -68,9 +70,8 @@ class ChatServer:
             "endpoint": f"tcp://*:{events}",
             "replay_endpoint": f"tcp://*:{replay}",
         }
-        self._command = [
-            # Not `vllm serve`, because it looks up the version of a package that has another name in the CPU build.
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+        self._arguments = [
+            *("--model", str(model)),
             *("--served-model-name", name, "--host", "127.0.0.1", "--port", str(self.port)),
             *("--load-format", "dummy", "--enforce-eager", "--dtype", "float32"),
             *("--distributed-executor-backend", EXECUTOR),
@@ -82,16 +83,23 @@ class ChatServer:
         ]
 
     def __enter__(self) -> Self:
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=self._environment
-            )
+        self._process = self._start()
         try:
             self._wait_ready()
         except BaseException:
             self.__exit__()
             raise
         return self
+
+    def _start(self) -> Any:
+        if os.environ.get(PRELOAD_VARIABLE) == "1":
+            return ForkedServer(self._arguments, self._environment, self._log)
+        # Not `vllm serve`, because it looks up the version of a package that has another name in the CPU build.
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *self._arguments]
+        with self._log.open("wb") as log:
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=self._environment
+            )
 
     def _wait_ready(self) -> None:
         assert self._process is not None

@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines forked from a process that has imported vLLM, because that import takes longer than the rest of a start.
 
-Each test process has one such process. It ends with the test process, and so do the engines, because their input ends.
+Each test process has one such process. It ends with the test process, and so do the engines without HTTP, because their
+input ends.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
+import multiprocessing
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,36 +27,65 @@ MAX_REQUEST_BYTES = 256 * 1024
 CUDA_DEVICE = Path("/dev/nvidiactl")
 
 
-class ForkedEngine:
-    """A forked process that runs `offload_child.py` with these options.
+class Forked:
+    """A forked process with the attributes and methods of `subprocess.Popen` that tests use."""
 
-    It has the attributes and methods of `subprocess.Popen` that tests use.
-    """
+    def __init__(self, request: Mapping[str, Any], environment: Mapping[str, str], fds: Sequence[int]) -> None:
+        """Fork the process.
 
-    def __init__(self, options: Mapping[str, Any], environment: Mapping[str, str], folder: Path, log: Path) -> None:
-        request = {"options": options, "environment": dict(environment), "folder": str(folder)}
-        its_stdin, our_stdin = os.pipe()
-        our_stdout, its_stdout = os.pipe()
-        self.stdin, self.stdout = os.fdopen(our_stdin, "w"), os.fdopen(our_stdout)
-        with log.open("wb") as errors:
-            forker = _forker()
-            socket.send_fds(forker, [json.dumps(request).encode()], [its_stdin, its_stdout, errors.fileno()])
-            self.pid = int(forker.recv(64))
-        os.close(its_stdin)
-        os.close(its_stdout)
+        Args:
+            request: Has the `options` of `offload_child.py`, or the `arguments` of vLLM's HTTP server, and the `folder`.
+            environment: The variables of the process.
+            fds: Its standard input, output and errors.
+        """
+        forker = _forker()
+        socket.send_fds(forker, [json.dumps({**request, "environment": dict(environment)}).encode()], fds)
+        self.pid = int(forker.recv(64))
         self._ends = os.pidfd_open(self.pid)
+
+    def poll(self) -> int | None:
+        """Return None while the process runs. The exit code is not known here, so it is 0 for every process that ended."""
+        return 0 if select.select([self._ends], [], [], 0)[0] else None
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the process has ended. Raises subprocess.TimeoutExpired after `timeout_s`."""
         if not select.select([self._ends], [], [], timeout_s)[0]:
             assert timeout_s is not None
-            raise subprocess.TimeoutExpired("offload_child.py", timeout_s)
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout_s)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: int) -> None:
-        signal.pidfd_send_signal(self._ends, number)
+        """Send a signal, unless the process has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._ends, number)
+
+
+class ForkedEngine(Forked):
+    """A forked process that runs `offload_child.py` with these options."""
+
+    def __init__(self, options: Mapping[str, Any], environment: Mapping[str, str], folder: Path, log: Path) -> None:
+        its_stdin, our_stdin = os.pipe()
+        our_stdout, its_stdout = os.pipe()
+        self.stdin, self.stdout = os.fdopen(our_stdin, "w"), os.fdopen(our_stdout)
+        with log.open("wb") as errors:
+            request = {"options": options, "folder": str(folder)}
+            super().__init__(request, environment, [its_stdin, its_stdout, errors.fileno()])
+        os.close(its_stdin)
+        os.close(its_stdout)
+
+
+class ForkedServer(Forked):
+    """A forked process that runs vLLM's HTTP server with these arguments, in the present folder."""
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        with log.open("wb") as output, Path(os.devnull).open("rb") as nothing:
+            request = {"arguments": arguments, "folder": str(Path.cwd())}
+            super().__init__(request, environment, [nothing.fileno(), output.fileno(), output.fileno()])
 
 
 @functools.cache
@@ -77,7 +109,9 @@ def _serve(forker: socket.socket) -> None:
 
     # A process that has looked at a CUDA device cannot be forked into one that uses the device.
     if not CUDA_DEVICE.exists():
-        import vllm  # noqa: F401
+        import vllm
+        import vllm.entrypoints.openai.api_server
+        import vllm.v1.engine.core  # noqa: F401
         from vllm import LLM, SamplingParams  # noqa: F401
 
     # Nothing reads the exit status of an engine, so ended engines are not kept as zombies.
@@ -102,8 +136,24 @@ def _serve(forker: socket.socket) -> None:
         os.chdir(arguments["folder"])
         os.environ.clear()
         os.environ.update(arguments["environment"])
-        offload_child.serve(arguments["options"])
+        if "options" in arguments:
+            offload_child.serve(arguments["options"])
+        else:
+            _serve_http(arguments["arguments"])
         return
+
+
+def _serve_http(arguments: list[str]) -> None:
+    """Run vLLM's HTTP server, which forks its engine core, as it does on a GPU.
+
+    On the CPU, vLLM would start the core as a new process, which imports vLLM again.
+    """
+    import vllm.v1.engine.utils
+    from vllm.entrypoints.launchers.api_server.entry import main
+
+    vllm.v1.engine.utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+    sys.argv = ["vllm", *arguments]
+    main()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the engine tests in a venv that holds vLLM's CPU build, and SGLang's tests with its packages beside that.
 
-Missing parts are built first; `--install` only builds them. This script uses the standard library alone, because it
-runs before anything is installed. The venv is 3 GB and takes about three minutes, so it is kept outside the clone, in a
-folder named after its contents. This project itself is installed beside the clone's sources, into .engine-site: the
-router, and the engine patch as its own wheel, with its own copy of `events`.
+Missing parts are built first; `--install` only builds them, and fetches the other versions of vLLM that tests need.
+This script uses the standard library alone, because it runs before anything is installed. The venv is 3 GB and takes
+about three minutes, so it is kept outside the clone, in a folder named after its contents. This project itself is
+installed beside the clone's sources, into .engine-site: the router, and the engine patch as its own wheel, with its own
+copy of `events`.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ import tomllib
 import venv
 import zipfile
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / ".engine-site"
+# What `make lint` and `make test` install; its compiled modules are kept in build/cython.
+DEVELOPMENT = ROOT / ".venv"
 # The distributions of this project: the router, and the engine patch.
 PROJECTS = (ROOT, ROOT / "engine_patch")
 
@@ -42,6 +46,8 @@ LEFT_OUT = re.compile(r"^(torch|torchaudio|torchvision|torchcodec)\b")
 TESTING = ["pytest>=8.3,<10", "pytest-xdist>=3.6,<4", "hypothesis>=6.100,<7", "httpx>=0.27,<1"]
 # The tests of a file share their engine, whose start takes the longest. A process of these tests takes 1 to 2 GB.
 PARALLEL = ["--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile", "--no-loadscope-reorder"]
+# A name that no process of pytest-xdist has here: `tests/support/ports.py` gives each name its own range of ports.
+BESIDE = "gw9"
 
 
 def cache_folder() -> Path:
@@ -114,31 +120,62 @@ def sglang_folder(python: Path) -> Path:
     return folder
 
 
-def main() -> int:
-    python = engine_python()
-    sglang = sglang_folder(python)
-    if sys.argv[1:] == ["--install"]:
-        return 0
+def install_projects(python: Path) -> None:
+    """Install this project's wheels into SITE."""
     # setuptools would put the files of an earlier build into the wheel, even files that are gone from the sources.
     for project in PROJECTS:
         shutil.rmtree(project / "build" / "lib", ignore_errors=True)
     shutil.rmtree(SITE, ignore_errors=True)
-    pip(python, "install", "--no-deps", "--target", str(SITE), *map(str, PROJECTS))
+    projects = list(map(str, PROJECTS))
+    if not (DEVELOPMENT / "installed").exists():
+        pip(python, "install", "--no-deps", "--target", str(SITE), *projects)
+        return
+    # In an environment of pip's own, Cython's files are new, and so all modules would be compiled again.
+    with tempfile.TemporaryDirectory() as wheels:
+        building = DEVELOPMENT / "bin" / "python"
+        pip(building, "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", wheels, *projects)
+        pip(python, "install", "--no-deps", "--target", str(SITE), *map(str, Path(wheels).glob("*.whl")))
+
+
+def main() -> int:
+    python = engine_python()
+    sglang = sglang_folder(python)
+    if sys.argv[1:] == ["--install"]:
+        # The tests would fetch them one after the other.
+        return subprocess.run([python, "-m", "tests.engine.versions"], cwd=ROOT, check=False).returncode
+    install_projects(python)
     arguments = sys.argv[1:]
     paths = [argument for argument in arguments if Path(argument.partition("::")[0]).exists()]
     options = [argument for argument in arguments if argument not in paths]
     of_sglang = [argument for argument in paths if argument.startswith(SGLANG_TESTS)]
     of_vllm = [argument for argument in paths if argument not in of_sglang]
     if not paths:
-        of_vllm, of_sglang, options = ["tests/engine"], [SGLANG_TESTS], [*PARALLEL, *options]
-    failed = 0
-    sglang_site: list[Path] = [ROOT / SGLANG_TESTS / "stubs", sglang]
-    for tests, packages in ((of_vllm, [SITE]), (of_sglang, [SITE, *sglang_site])):
-        if tests:
-            environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, packages))}
-            command = [str(python), "-m", "pytest", *options, *tests]
-            failed = subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode or failed
+        of_vllm, of_sglang = ["tests/engine"], [SGLANG_TESTS]
+    vllm_command = [*options, *of_vllm] if paths else [*PARALLEL, *options, *of_vllm]
+    sglang_packages = [SITE, ROOT / SGLANG_TESTS / "stubs", sglang]
+    if not of_sglang:
+        return started(python, [SITE], vllm_command).wait()
+    if not of_vllm:
+        return started(python, sglang_packages, [*options, *of_sglang]).wait()
+    # Beside vLLM's tests, as both often wait.
+    with tempfile.TemporaryFile() as output:
+        beside = started(python, sglang_packages, [*options, *of_sglang], output)
+        failed = started(python, [SITE], vllm_command).wait()
+        failed = beside.wait() or failed
+        output.seek(0)
+        shutil.copyfileobj(output, sys.stdout.buffer)
     return failed
+
+
+def started(
+    python: Path, packages: list[Path], arguments: list[str], output: IO[bytes] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start pytest with these packages on its path, beside another pytest if its output goes to `output`."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, packages))}
+    if output is not None:
+        environ["PYTEST_XDIST_WORKER"] = BESIDE
+    command = [str(python), "-m", "pytest", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, env=environ, stdout=output, stderr=output and subprocess.STDOUT)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ The scheduler needs no compiled code, so a version is one wheel, fetched by name
 the installed vLLM in its own process. The engine venv is never changed. Like `run`, this module uses the standard
 library alone.
 
-Unpacked, a version takes 30 to 60 MB; its wheel (75 to 130 MB, 336 for 0.33) is thrown away.
+Unpacked, a version takes 30 to 60 MB; its wheel (75 to 130 MB, 336 for 0.33) is thrown away. Run as a script, this module
+fetches all of them.
 """
 
 from __future__ import annotations
@@ -105,3 +106,8 @@ def run_under(version: str, script: Path, *arguments: str, timeout_s: float, has
     if done.returncode:
         raise RuntimeError(f"vLLM {version}: {script.name} ended with {done.returncode}\n{done.stdout[-6000:]}")
     return done.stdout
+
+
+if __name__ == "__main__":
+    for needed in (*SUPPORTED, REFUSED):
+        fetch(needed)
