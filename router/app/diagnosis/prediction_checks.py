@@ -45,7 +45,10 @@ DOUBTS = {
 WITH_RENDERING = (
     "start vLLM with --enable-scale-out, or kvrouter serve --tokenizer MODEL=FOLDER or --renderer MODEL=URL"
 )
-RENDERS_RESPONSES = "start vLLM 0.31 or later with --enable-scale-out, or kvrouter serve --tokenizer MODEL=FOLDER or --renderer MODEL=URL"
+RENDERS_RESPONSES = (
+    "start vLLM 0.31 or later with --enable-scale-out, or kvrouter serve --tokenizer MODEL=FOLDER or "
+    "--renderer MODEL=URL"
+)
 KEEPS_CONVERSATIONS = "none at the engine; clients can send x-session-id, which keeps a conversation at its worker"
 # The fix for each reason for which tokens are missing.
 TOKEN_FIXES: dict[Reason, str] = {
