@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # mypy sees a namespace package only through real files: the strict mode links each one.
 STRICT := --config-settings editable_mode=strict
 
-.PHONY: help demo test test-all test-uncompiled test-engine fuzz sanitize chaos takeover soak live-proof choice-live floods fault-walk lint format chart-readme http-page bench bench-peers docs audit lock sbom image-check release-check clean
+.PHONY: help demo test test-all test-uncompiled test-engine fuzz sanitize chaos takeover soak live-proof choice-live agents-proof floods fault-walk lint format chart-readme http-page bench bench-peers docs audit lock sbom image-check release-check clean
 
 help:
 	@echo "make demo         install into .venv, without a C compiler, and watch the router predict what four replicas reuse"
@@ -24,6 +24,7 @@ help:
 	@echo "make floods       one bad event source, many idle clients of /events: memory, descriptors and latency (minutes)"
 	@echo "make live-proof  power failures, lost stores and restarts: no router says live without proof"
 	@echo "make choice-live  the choice over HTTP: cold chats, a popular system prompt, a restart; by policy, sim or vLLM"
+	@echo "make agents-proof  what agents send to two real vLLM, through the proxy and Envoy: predicted = delivered (minutes)"
 	@echo "make fault-walk   make each mistake of an operator, and check what kvrouter doctor finds and how soon (minutes)"
 	@echo "make lint         ruff, mypy, spelling and plain words"
 	@echo "make chart-readme renew the table of values in the Helm chart's README"
@@ -134,6 +135,10 @@ live-proof: $(VENV)/installed
 # ARGS: --world finding|hot|restart, --engine sim|vllm, --no-patch, --policy NAME, --seed N, --json FILE.
 choice-live: $(VENV)/installed
 	$(BIN)/python -m benchmarks.choice_live $(ARGS)
+
+# ARGS: --requests N, --door proxy|envoy|envoy-buffered, --no-render, --seed N, --json FILE.
+agents-proof: $(VENV)/installed
+	$(BIN)/python -m benchmarks.agents_proof $(ARGS)
 
 # ARGS: --only N, --json FILE.
 fault-walk: $(VENV)/installed

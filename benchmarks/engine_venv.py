@@ -34,16 +34,22 @@ def enter() -> None:
     """
     if importlib.util.find_spec("vllm") is None:
         tests = _engine_tests()
-        python = tests.engine_python()
+        python = engine_python()
         with tempfile.TemporaryDirectory(prefix="kvr-site-") as site:
             # Remove the output of earlier builds, which would be installed too, with files that no longer exist.
             shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)
             tests.pip(python, "install", "--no-deps", "--target", site, *map(str, tests.PROJECTS))
             environment = {**os.environ, "PYTHONPATH": site}
             module = f"benchmarks.{Path(sys.argv[0]).stem}"
-            command = [python, "-m", module, *sys.argv[1:]]
+            command = [str(python), "-m", module, *sys.argv[1:]]
             sys.exit(subprocess.run(command, env=environment, check=False).returncode)
     os.environ.update(ENVIRONMENT)
+
+
+def engine_python() -> Path:
+    """Return the interpreter of the venv of the engine tests, which is built if it is missing."""
+    python: Path = _engine_tests().engine_python()
+    return python
 
 
 def _engine_tests() -> ModuleType:

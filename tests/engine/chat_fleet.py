@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -72,7 +73,16 @@ def ask(fleet: Fleet, **body: Any) -> Any:
 
 
 @contextmanager
-def chat_fleet(folder: Path, model: Path, arguments: Sequence[str] = (), servers: int = 2) -> Iterator[Fleet]:
+def chat_fleet(
+    folder: Path,
+    model: Path,
+    arguments: Sequence[str] = (),
+    servers: int = 2,
+    *,
+    environment: Mapping[str, str] | None = None,
+    router_flags: Sequence[str] = (),
+    python: str = sys.executable,
+) -> Iterator[Fleet]:
     """Yield servers of this model behind a router that already knows the tokens of chats.
 
     Args:
@@ -80,11 +90,21 @@ def chat_fleet(folder: Path, model: Path, arguments: Sequence[str] = (), servers
         model: The folder of the servers' model.
         arguments: Further flags of `vllm serve`.
         servers: The number of servers.
+        environment: Variables that are added to the servers' own.
+        router_flags: Further flags of `kvrouter serve`.
+        python: The interpreter of an environment that has vLLM.
     """
     with ExitStack() as stack:
-        engines = {f"w{n}": stack.enter_context(ChatServer(folder, model, arguments)) for n in range(servers)}
-        flags = ["--tokenize-timeout-s", str(TOKENIZE_TIMEOUT_S)]
+        engines = {
+            f"w{n}": ChatServer(folder, model, arguments, environment=environment, python=python)
+            for n in range(servers)
+        }
+        for engine in engines.values():
+            stack.push(engine)
+            engine.launch()
+        flags = ["--tokenize-timeout-s", str(TOKENIZE_TIMEOUT_S), *router_flags]
         for name, engine in engines.items():
+            engine.__enter__()
             flags += ["--worker", engine.spec(name)]
         router = stack.enter_context(RouterProcess(folder / "router", flags))
         fleet = Fleet(router, engines, stack.enter_context(zmq.Context()))

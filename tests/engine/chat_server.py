@@ -22,7 +22,7 @@ from typing import Any, Self
 from tests.engine.engine_forks import ForkedServer
 from tests.engine.engine_process import EXECUTOR, MAX_MODEL_LEN
 from tests.support.exchange import exchange
-from tests.support.ports import free_port
+from tests.support.ports import free_port, free_ports
 from tests.support.router_process import PRELOAD_VARIABLE, end_process
 
 START_TIMEOUT_S = 300.0
@@ -45,6 +45,9 @@ class ChatServer:
         arguments: Sequence[str] = (),
         name: str = "chat-tiny",
         environment: Mapping[str, str] | None = None,
+        *,
+        python: str = sys.executable,
+        ranks: int = 1,
     ) -> None:
         """Prepare the command that starts the server.
 
@@ -54,12 +57,14 @@ class ChatServer:
             arguments: Further flags of `vllm serve`.
             name: The name of the served model.
             environment: Variables that are added to those of this process.
+            python: The interpreter of an environment that has vLLM.
+            ranks: The number of data-parallel ranks, of which each adds its own to the ports of the event sockets.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.name = name
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        events, replay = free_port(), free_port()
+        events, replay = free_ports(ranks), free_ports(ranks)
         self.endpoint, self.replay_endpoint = f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}"
         self._log = folder / f"serve-{self.port}.log"
         self._process: Any = None
@@ -70,6 +75,7 @@ class ChatServer:
             "endpoint": f"tcp://*:{events}",
             "replay_endpoint": f"tcp://*:{replay}",
         }
+        self._python = python
         self._arguments = [
             *("--model", str(model)),
             *("--served-model-name", name, "--host", "127.0.0.1", "--port", str(self.port)),
@@ -82,8 +88,13 @@ class ChatServer:
             *arguments,
         ]
 
-    def __enter__(self) -> Self:
+    def launch(self) -> None:
+        """Start the process without waiting for it, so that several servers can start at the same time."""
         self._process = self._start()
+
+    def __enter__(self) -> Self:
+        if self._process is None:
+            self.launch()
         try:
             self._wait_ready()
         except BaseException:
@@ -92,10 +103,10 @@ class ChatServer:
         return self
 
     def _start(self) -> Any:
-        if os.environ.get(PRELOAD_VARIABLE) == "1":
+        if os.environ.get(PRELOAD_VARIABLE) == "1" and self._python == sys.executable:
             return ForkedServer(self._arguments, self._environment, self._log)
         # Not `vllm serve`, because it looks up the version of a package that has another name in the CPU build.
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *self._arguments]
+        command = [self._python, "-m", "vllm.entrypoints.openai.api_server", *self._arguments]
         with self._log.open("wb") as log:
             return subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=self._environment

@@ -1,26 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP client of OpenAI's client, which compresses each body that it sends."""
+"""The HTTP client of OpenAI's or Anthropic's client, which compresses each body that it sends."""
 
 from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
 
 import httpx2
 
 from tests.support.compression import COMPRESS
 
 
-class _Compressing(httpx2.BaseTransport):
-    """A transport that compresses bodies."""
+class _Compressing:
+    """A transport that compresses bodies; httpx and httpx2 both take it, so it derives from neither."""
 
-    def __init__(self, coding: str) -> None:
+    def __init__(self, coding: str, library: Any) -> None:
         self._coding = coding
-        self._inner = httpx2.HTTPTransport()
+        self._library = library
+        self._inner = library.HTTPTransport()
 
-    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+    def __enter__(self) -> _Compressing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def handle_request(self, request: Any) -> Any:
         if raw := request.read():
             headers = [(name, value) for name, value in request.headers.raw if name.lower() != b"content-length"]
             headers.append((b"content-encoding", self._coding.encode()))
             content = COMPRESS[self._coding](raw)
-            request = httpx2.Request(
+            request = self._library.Request(
                 request.method, request.url, headers=headers, content=content, extensions=request.extensions
             )
         return self._inner.handle_request(request)
@@ -29,6 +40,18 @@ class _Compressing(httpx2.BaseTransport):
         self._inner.close()
 
 
-def compressing(coding: str) -> httpx2.Client:
-    """Return a client that sends every body in this coding."""
-    return httpx2.Client(transport=_Compressing(coding))
+def compressing(coding: str, library: ModuleType = httpx2) -> Any:
+    """Return a client that sends every body in this coding.
+
+    Args:
+        coding: The content coding.
+        library: httpx2, which OpenAI's client takes, or httpx.
+    """
+    client: Any = library.Client
+    return client(transport=_Compressing(coding, library))
+
+
+def library_of(client_class: type) -> ModuleType:
+    """Return httpx or httpx2, from whose client this class derives."""
+    names = {base.__module__.partition(".")[0] for base in client_class.__mro__}
+    return sys.modules["httpx2" if "httpx2" in names else "httpx"]

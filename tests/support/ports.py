@@ -40,6 +40,14 @@ def free_port() -> int:
     raise OSError(f"none of {size} ports of 127.0.0.1 is free")
 
 
+def free_ports(count: int) -> int:
+    """Return the first of several successive ports that nobody listens on now."""
+    ports = [free_port() for _ in range(count)]
+    while ports[-1] - ports[0] != count - 1:
+        ports = [*ports[1:], free_port()]
+    return ports[0]
+
+
 def until_free(port: int) -> None:
     """Wait until a port can be bound again on all addresses."""
     deadline = time.monotonic() + WAIT_S

@@ -12,10 +12,11 @@ from contextlib import ExitStack
 from random import Random
 from typing import Any, NamedTuple
 
+import anthropic
 import openai
 import pytest
 
-from tests.support.compressing_client import compressing
+from tests.support.compressing_client import compressing, library_of
 from tests.support.compression import CODINGS, COMPRESS, bomb
 from tests.support.envoy_process import BUFFERED, FULL_DUPLEX, ORIGINAL_DST, OVERRIDE_HOST, EnvoyProcess
 from tests.support.exchange import exchange
@@ -71,6 +72,41 @@ def test_openais_client_gets_what_is_predicted_for_its_compressed_prompts(router
             reused += hit_tokens
     assert reused > 0
     assert router.metric("kvrouter_encoded_bodies_total", outcome="decoded") >= TURNS
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+def test_anthropics_client_gets_what_is_predicted_for_its_compressed_messages(
+    router: RouterProcess, coding: str
+) -> None:
+    turns, reused = list[Any](), 0
+    decoded = router.metric("kvrouter_encoded_bodies_total", outcome="decoded")
+    client_class: Any = anthropic.Anthropic
+    http_client = compressing(coding, library_of(anthropic.DefaultHttpxClient))
+    with client_class(
+        base_url=f"http://127.0.0.1:{router.port}", api_key="x", max_retries=0, http_client=http_client
+    ) as client:
+        for number in range(TURNS):
+            turns.append({"role": "user", "content": f"{coding} {number}" + " bada bede" * 60})
+            settle(router)
+            raw = client.messages.with_raw_response.create(
+                model=MODEL,
+                max_tokens=2,
+                system="You are brief." + " bada" * 200,
+                messages=turns,
+                stream=number % 2 == 1,
+            )
+            if number % 2:
+                events = [event for event in raw.parse() if event.type == "message_delta"]
+                hit_tokens = events[-1].usage.cache_read_input_tokens
+            else:
+                hit_tokens = raw.parse().usage.cache_read_input_tokens
+            # The first message makes the router verify the tokens of messages, and may come before that.
+            if number:
+                assert int(raw.headers["x-kvrouter-predicted-hit"]) == hit_tokens
+            reused += hit_tokens
+            turns.append({"role": "assistant", "content": "bada"})
+    assert reused > 0
+    assert router.metric("kvrouter_encoded_bodies_total", outcome="decoded") - decoded == TURNS
 
 
 class Site(NamedTuple):
