@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.http_client import HttpClient
@@ -34,12 +34,19 @@ NAMES = (OURS, OURS_LOCAL, OURS_ROUND_ROBIN, CACHE_AWARE, KV_AWARE)
 
 @contextlib.contextmanager
 def ways(
-    folder: Path, vllm_router: Sequence[str], names: Sequence[str]
+    folder: Path, vllm_router: Sequence[str], names: Sequence[str], others: Mapping[str, str] | None = None
 ) -> Iterator[tuple[dict[str, int], dict[str, int]]]:
     """Run the routers in `names`, and yield the ports and the process ids by name.
 
     The ports always include DIRECT, the first engine itself, which has no process id.
+
+    Args:
+        folder: Where files are written.
+        vllm_router: The command of vllm-router; empty if there is none.
+        names: The routers that run.
+        others: The interpreters of further routers of ours like OURS, by name; `names` may have these names too.
     """
+    others = others or {}
     with contextlib.ExitStack() as stack:
         tokenizer = write_tokenizer(folder / "tokenizer")
         chains = Workload().chains(ENGINES)
@@ -52,12 +59,14 @@ def ways(
             stack.enter_context(serving(stub, port, folder / "stub.log"))
         ports, pids = {DIRECT: engines[0]}, {}
         commands: dict[str, list[str]] = {}
-        for name, extra_flags in (
-            (OURS, []),
-            (OURS_LOCAL, ["--tokenizer", f"{MODEL}={tokenizer}"]),
-            (OURS_ROUND_ROBIN, ["--policy", "round_robin"]),
-        ):
-            command = [sys.executable, "-m", "kvrouter.router.cli", "serve", "--log-level", "warning", *extra_flags]
+        ours: list[tuple[str, str, list[str]]] = [
+            (OURS, sys.executable, []),
+            (OURS_LOCAL, sys.executable, ["--tokenizer", f"{MODEL}={tokenizer}"]),
+            (OURS_ROUND_ROBIN, sys.executable, ["--policy", "round_robin"]),
+            *((name, python, []) for name, python in others.items()),
+        ]
+        for name, python, extra_flags in ours:
+            command = [python, "-m", "kvrouter.router.cli", "serve", "--log-level", "warning", *extra_flags]
             command += ["--data-dir", str(folder / f"data-{len(commands)}")]
             for n, (engine, endpoint) in enumerate(zip(engines, publisher.endpoints, strict=True)):
                 command += ["--worker", f"w{n}=http://127.0.0.1:{engine},events={endpoint},model={MODEL},block_size=16"]
@@ -79,14 +88,14 @@ def ways(
             pids[name] = stack.enter_context(serving(command, ports[name], folder / f"router-{n}.log"))
         publisher.wait()
         publisher.send(len(list(Publishing(ENGINES).frames(enumerate(chains), 32))))
-        _wait_for_tokens(ports)
+        _wait_for_tokens(ports, [(OURS, "render"), (OURS_LOCAL, "local"), *((name, "render") for name in others)])
         yield ports, pids
 
 
-def _wait_for_tokens(ports: dict[str, int]) -> None:
-    """Wait until our routers know how to find the tokens of texts; the other routers get the same time."""
+def _wait_for_tokens(ports: dict[str, int], sources: Sequence[tuple[str, str]]) -> None:
+    """Wait until each of our routers finds the tokens of texts in its way; the other routers get the same time."""
     deadline = time.monotonic() + START_TIMEOUT_S
-    for name, way in ((OURS, "render"), (OURS_LOCAL, "local")):
+    for name, way in sources:
         if name not in ports:
             continue
         client = HttpClient(ports[name])

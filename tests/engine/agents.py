@@ -177,7 +177,9 @@ class StoredResponses:
 
     def __init__(self, rng: Random, number: int) -> None:
         self._rng, self._number = rng, number
-        self._turn = self._begun = 0
+        self._turn = 0
+        # The number of first turns decides in which way a conversation begins; clients start at different ones.
+        self._begun = number
         self._last: str | None = None
         # The worker that has the conversation.
         self._owner = ""

@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import zmq
 
-from tests.engine.chat_server import ChatServer
+from tests.engine.chat_server import ChatServer, started_together
 from tests.engine.engine_process import last_published
 from tests.support.fleet import until
 from tests.support.router_process import RouterProcess
@@ -99,12 +99,9 @@ def chat_fleet(
             f"w{n}": ChatServer(folder, model, arguments, environment=environment, python=python)
             for n in range(servers)
         }
-        for engine in engines.values():
-            stack.push(engine)
-            engine.launch()
+        stack.enter_context(started_together(list(engines.values())))
         flags = ["--tokenize-timeout-s", str(TOKENIZE_TIMEOUT_S), *router_flags]
         for name, engine in engines.items():
-            engine.__enter__()
             flags += ["--worker", engine.spec(name)]
         router = stack.enter_context(RouterProcess(folder / "router", flags))
         fleet = Fleet(router, engines, stack.enter_context(zmq.Context()))

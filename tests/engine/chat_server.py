@@ -15,7 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -157,3 +157,15 @@ def descendants(pid: int) -> list[int]:
         for child in map(int, (task / "children").read_text().split()):
             pids += [child, *descendants(child)]
     return pids
+
+
+@contextlib.contextmanager
+def started_together(servers: Sequence[ChatServer]) -> Iterator[None]:
+    """Run servers that start at the same time, because each takes long or because they wait for each other."""
+    with contextlib.ExitStack() as stack:
+        for server in servers:
+            stack.push(server)
+            server.launch()
+        for server in servers:
+            server.__enter__()
+        yield

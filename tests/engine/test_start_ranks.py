@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 
 from tests.engine.chat_fleet import MODEL
 from tests.engine.chat_model import write_chat_model
-from tests.engine.chat_server import ChatServer
+from tests.engine.chat_server import ChatServer, started_together
 from tests.support.exchange import exchange, port_of
 from tests.support.fleet import settle, until, wait_live
 from tests.support.ports import free_port
@@ -47,11 +47,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatServer]:
     """Yield the server of the ranks 2 and 3. The one of rank 0 has the coordinator, which all ranks need."""
     folder = tmp_path_factory.mktemp("ranks")
     model, rpc_port = write_chat_model(folder / "model"), free_port()
-    first, second = (_node(folder, model, rpc_port, rank) for rank in (0, START_RANK))
-    # Each waits for the other.
-    first.launch()
-    with second, first:
-        yield second
+    nodes = [_node(folder, model, rpc_port, rank) for rank in (0, START_RANK)]
+    with started_together(nodes):
+        yield nodes[1]
 
 
 @pytest.fixture
