@@ -25,10 +25,10 @@ import msgspec
 from benchmarks.http_client import HttpClient
 from benchmarks.processes import cpu_s
 from benchmarks.proxy_overhead import CONNECTIONS, WARM_REQUESTS, Prompts, check, crowd, ordered, streamed, timed
-from benchmarks.proxy_ways import OURS, load_now, ways
+from benchmarks.proxy_ways import load_now, ways
 from benchmarks.report import Others, Result, finish, machine, markdown, parser_of, progress, scratch
 
-BEFORE, NOW, CONTROL = "before", OURS, "now, again"
+BEFORE, NOW, CONTROL = "before", "now", "now, again"
 # The requests through each router in a round, by kind and length of the prompt in tokens. Ids and texts are plain
 # requests to /v1/completions and /v1/chat/completions; the router sends a text to the engine for its tokens.
 COUNTS = {("ids", 256): 300, ("ids", 4_096): 150, ("text", 256): 200, ("text", 4_096): 60}
@@ -100,7 +100,8 @@ def rows_of(request: str, rounds: list[Times], cpu_us: Mapping[str, list[float]]
 
 def measure(folder: Path, other: str, rounds: int, *, quick: bool) -> tuple[list[Row], list[str]]:
     rows, loads = list[Row](), [load_now()]
-    with ways(folder, (), (BEFORE, NOW, CONTROL), {BEFORE: other, CONTROL: sys.executable}) as (ports, pids):
+    pythons = {BEFORE: other, NOW: sys.executable, CONTROL: sys.executable}
+    with ways(folder, (), list(pythons), pythons) as (ports, pids):
         check(ports)
         ports = {name: ports[name] for name in pids}
         for (kind, tokens), whole in COUNTS.items():
