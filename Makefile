@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # mypy sees a namespace package only through real files: the strict mode links each one.
 STRICT := --config-settings editable_mode=strict
 
-.PHONY: help demo test test-all test-uncompiled test-engine fuzz sanitize chaos takeover soak live-proof choice-live agents-proof floods fault-walk lint format chart-readme http-page bench bench-peers docs audit lock sbom image-check release-check clean
+.PHONY: help demo test test-all test-uncompiled test-engine fuzz sanitize chaos takeover soak live-proof choice-live agents-proof floods fault-walk salt-attack salt-timing lint format chart-readme http-page bench bench-peers docs audit lock sbom image-check release-check clean
 
 help:
 	@echo "make demo         install into .venv, without a C compiler, and watch the router predict what four replicas reuse"
@@ -26,6 +26,8 @@ help:
 	@echo "make choice-live  the choice over HTTP: cold chats, a popular system prompt, a restart; by policy, sim or vLLM"
 	@echo "make agents-proof  what agents send to two real vLLM, through the proxy and Envoy: predicted = delivered (minutes)"
 	@echo "make fault-walk   make each mistake of an operator, and check what kvrouter doctor finds and how soon (minutes)"
+	@echo "make salt-attack  100,000 guesses of one tenant about another's prompts, by all that its key can read (minutes)"
+	@echo "make salt-timing  what the time of an answer shows of another tenant's prompts, with and without made salts"
 	@echo "make lint         ruff, mypy, spelling and plain words"
 	@echo "make chart-readme renew the table of values in the Helm chart's README"
 	@echo "make bench-peers  beside dynamo.indexer, dynamo.select_service, vllm-router and llm-d's layout in Redis"
@@ -139,6 +141,14 @@ choice-live: $(VENV)/installed
 # ARGS: --requests N, --door proxy|envoy|envoy-buffered, --no-render, --seed N, --json FILE.
 agents-proof: $(VENV)/installed
 	$(BIN)/python -m benchmarks.agents_proof $(ARGS)
+
+# Guesses of one tenant about another's prompts: some 20 minutes.
+salt-attack: $(VENV)/installed
+	KVROUTER_TEST_SALT_TRIALS=100000 $(BIN)/python -m pytest -n 0 -s tests/contract/test_salt_attack.py $(ARGS)
+
+# What the time of an answer shows of another tenant's prompts, with and without salts made by the router.
+salt-timing: $(VENV)/installed
+	$(BIN)/python -m benchmarks.salt_timing $(ARGS)
 
 # ARGS: --only N, --json FILE.
 fault-walk: $(VENV)/installed

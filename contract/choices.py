@@ -185,6 +185,13 @@ class SelectReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     effective_prefill_tokens: Annotated[int, Meta(description="tokens of the prompt that it must compute")]
     reason: Annotated[str, Meta(description="why it was chosen, as a sentence")]
     tokens: Annotated[TokensReply | None, Meta(description="for texts: where their tokens come from")] = None
+    cache_salt: Annotated[
+        str | None,
+        Meta(
+            description="where the router makes salts: the `cache_salt` that the request to the engine must have, in place of "
+            "the client's own"
+        ),
+    ] = None
     model_name: Annotated[str, Meta(description="the same as model; Dynamo's clients read it")]
     routing_group: fields.RoutingGroup
     isl_tokens: Annotated[int, Meta(description="length of the prompt in tokens; for a list, of all its prompts")]

@@ -200,7 +200,14 @@ class TinyTokens:
         self.asked: list[tuple[str, str, Any]] = []
 
     async def prompt(
-        self, path: str, model: str, body: ClientBody, *, authorization: str | None = None, counts: bool = True
+        self,
+        path: str,
+        model: str,
+        body: ClientBody,
+        *,
+        authorization: str | None = None,
+        counts: bool = True,
+        space: str = "",
     ) -> Prompt:
         sent = json.loads(body.raw)
         self.asked.append((path, model, sent))

@@ -167,7 +167,9 @@ class FirstFit:
 class GivenTokens:
     """Tokens for bodies whose `prompt` is a list of ids; the tokens of other bodies are not known."""
 
-    async def prompt(self, path: str, model: str, body: ClientBody, *, authorization: str | None = None) -> Prompt:
+    async def prompt(
+        self, path: str, model: str, body: ClientBody, *, authorization: str | None = None, space: str = ""
+    ) -> Prompt:
         prompt_given = json.loads(body.raw).get("prompt")
         if isinstance(prompt_given, int):
             raise BadQuestion("a prompt is text or ids")

@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.model.engines.known import ENGINES
+from kvrouter.router.model.engines.known import ENGINES, RENDERER_WAYS
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.engine_key import EngineKey
 from kvrouter.router.route.tokens.client_body import MESSAGES_PATH, read_client_body
@@ -94,7 +94,10 @@ async def tokenizer_of(engines: Sequence[ScriptedEngine]) -> AsyncIterator[TextT
             engines=lambda _: rows,
             session=session,
             engine_key=EngineKey(None, AllowList()),
+            workers=lambda _: 1,
             local={},
+            renderers=[],
+            renderer_ways=RENDERER_WAYS,
             timeout_s=TIMEOUT_S,
             metrics=TokenMetrics(MetricRegistry()),
             clock=time.monotonic,

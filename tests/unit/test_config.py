@@ -37,7 +37,9 @@ def test_the_settings_are_few_and_each_says_what_it_takes() -> None:
     # An operator must understand each setting; a constant is enough where nobody would change the value.
     # 63: only the operator knows that a gateway translates requests (gateway_translated_paths).
     # 64: only the operator knows which servers return tokens and run no model (renderers); nothing announces them.
-    assert len(FIELDS) <= 64
+    # 67: salts made by the router need a secret, who names tenants, and what becomes of clients' own salts, and only the
+    # operator knows each (cache_salt_secret_file, tenant_header, client_salts).
+    assert len(FIELDS) <= 67
     assert all(describe(name) for name in FIELDS)
 
 
@@ -121,6 +123,9 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
         "tls_key": "/etc/kvr/tls.key",
         "tls_client_ca": "/etc/kvr/clients.pem",
         "api_keys_file": "/etc/kvr/keys.yaml",
+        "cache_salt_secret_file": "/etc/kvr/salt.secret",
+        "client_salts": "combine",
+        "tenant_header": "x-tenant",
         "registrations_per_s": 7.5,
         "curve_client_key": "/etc/kvr/curve.key",
     }

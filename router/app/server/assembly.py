@@ -480,6 +480,7 @@ class Assembly:
             models=core.models,
             fallbacks=config.gateway_fallbacks,
             translated=translated_paths(config.gateway_translated_paths),
+            tenants=lambda: access.tenants,
             clock=time.monotonic,
             rng=random.Random(),
         )

@@ -85,7 +85,8 @@ def check_settings(config: Config, origin: Origin, environ: Mapping[str, str]) -
 def _check_access(config: Config) -> None:
     tls = (config.tls_certificate, config.tls_key, config.tls_client_ca)
     gateway = (config.gateway_certificate, config.gateway_key, config.gateway_client_ca)
-    if not any((*tls, *gateway, config.api_keys_file)):
+    salts = (config.cache_salt_secret_file, config.tenant_header, config.client_salts != "ignore")
+    if not any((*tls, *gateway, *salts, config.api_keys_file)):
         return
     from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
     from kvrouter.router.model.config.live_settings import LiveSettings

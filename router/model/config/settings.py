@@ -188,6 +188,31 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     api_keys_file: Annotated[
         File, setting("a YAML or JSON file that lists further API keys with their scopes, read again when it changes")
     ] = None
+    # With salts that clients choose, a client without one learns by hits what other clients have sent.
+    cache_salt_secret_file: Annotated[
+        File,
+        setting(
+            "the file with a secret of at least 32 bytes, read again when it changes, from which the router makes the cache "
+            "salt of each tenant: of each API key, or of each name in tenant_header; without it, clients name their salts"
+        ),
+    ] = None
+    # A client that separates its own users by salts needs `combine`.
+    client_salts: Annotated[
+        Literal["ignore", "combine"],
+        setting(
+            "ignore or combine: whether a client's own cache_salt is replaced by the tenant's, or divides the tenant's cache",
+            metavar="ignore|combine",
+        ),
+    ] = "ignore"
+    # Anybody may send a header, so it counts only from clients that the operator trusts.
+    tenant_header: Annotated[
+        Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$(?!\n)")] | None,
+        setting(
+            "a header in small letters, like x-tenant, in which a trusted gateway names the tenant of each request: one whose "
+            "API key has names_tenants, any client of a router without keys, and the gateway at gateway_port",
+            metavar="NAME",
+        ),
+    ] = None
     # The header shows a client how much of its prompt other clients have sent before, so it can be turned off.
     predicted_hit_header: Annotated[
         Switch, setting("on or off: whether answers to proxied requests have x-kvrouter-predicted-hit")

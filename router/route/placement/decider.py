@@ -246,7 +246,7 @@ class Decider:
             num_prompts=question.num_prompts,
             weights=self._weights,
             pending=pending,
-            session=self._sessions.find(question.model, request.session_id, now) if request.session_id else None,
+            session=self._sessions.find(question.model, session, now) if (session := request.session_name) else None,
             policy=self._policy,
             turn=traffic.turns,
             blind=question.is_blind,
@@ -364,8 +364,8 @@ class Decider:
         if choice.expected is not None:
             prompt.checkpoints = choice.expected.checkpoints
         self._ahead.add(computing.hit.worker, prompt, now + (AHEAD_TTL_S if reserved else SELECTED_TTL_S))
-        if request.session_id:
-            self._sessions.record_choice(request.session_id, worker, request.question.num_tokens, now)
+        if session := request.session_name:
+            self._sessions.record_choice(session, worker, request.question.num_tokens, now)
 
     # -- expected reuse beside the hit
 

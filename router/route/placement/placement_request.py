@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import msgspec
-from xxhash import xxh3_64_hexdigest
+from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
 
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.question import Hit, Question
@@ -55,6 +55,14 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     def sequences(self) -> int:
         """The number of sequences that the engine runs for this request."""
         return self.question.num_prompts * self.answers
+
+    @property
+    def session_name(self) -> str | None:
+        """The name of the session, other for each cache salt, because prompts reuse nothing under another salt."""
+        salt = self.question.cache_salt
+        if not salt or not self.session_id:
+            return self.session_id
+        return f"{self.session_id}\0{xxh3_128_hexdigest(salt.encode('utf-8', 'surrogatepass'))}"
 
     @property
     def fair_key(self) -> str:

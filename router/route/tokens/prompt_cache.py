@@ -25,8 +25,9 @@ OVERHEAD_BYTES = 300
 # than this.
 LIFE_S = 300.0
 
-# The model, and the key of the request (`TokenRequest.key`).
-Key = tuple[str, bytes]
+# The model, the key of the request (`TokenRequest.key`), and the space in which it is remembered: the salt that the router
+# has made, or "".
+Key = tuple[str, bytes, str]
 
 
 class _Entry(NamedTuple):

@@ -13,7 +13,7 @@ import logging
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import aiohttp
 import numpy as np
@@ -72,6 +72,15 @@ RENDERER_SHARE = 0.6
 LIST_SHARE = 0.9
 
 T = TypeVar("T")
+
+
+class _Asker(NamedTuple):
+    """The client that wants the tokens of a text."""
+
+    # The header that it sent for the engine.
+    authorization: str | None
+    # As in `TextTokenizer.prompt`.
+    space: str
 
 
 class TextTokenizer:
@@ -146,8 +155,8 @@ class TextTokenizer:
         self.front_ends = self._engines.front_ends
         self.renderer_problems = self._engines.renderer_problems
         self.unread_responses = self._engines.unread_responses
-        # Queries to engines under way, by model, request and key; callers that need the same tokens share one.
-        self._under_way: dict[tuple[str, bytes, str | None], asyncio.Task[FoundTokens]] = {}
+        # Queries to engines under way, by what they look up and the header; callers that need the same tokens share one.
+        self._under_way: dict[tuple[Key, str | None], asyncio.Task[FoundTokens]] = {}
         self._waiting = 0
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokens")
         self._watching: asyncio.Task[None] | None = None
@@ -189,7 +198,14 @@ class TextTokenizer:
             await asyncio.sleep(LOOK_S)
 
     async def prompt(
-        self, path: str, model: str, body: ClientBody, *, authorization: str | None = None, counts: bool = True
+        self,
+        path: str,
+        model: str,
+        body: ClientBody,
+        *,
+        authorization: str | None = None,
+        counts: bool = True,
+        space: str = "",
     ) -> Prompt:
         """Return the tokens of a body that a client sent to `path`.
 
@@ -199,6 +215,8 @@ class TextTokenizer:
             body: The client's body.
             authorization: The header that the client sent for the engine.
             counts: Whether the metrics count this prompt; False for a dry run.
+            space: Where remembered tokens are looked for: what was found in one space takes as long to find in another,
+                so that the time shows a tenant nothing of others.
 
         Raises:
             BadQuestion: The body cannot be read.
@@ -213,7 +231,7 @@ class TextTokenizer:
         if isinstance(request, TokensUnknown):
             prompt = _unknown(request, len(body.raw))
         elif request is None or isinstance(request, TokenRequest) or _has_texts(request):
-            prompt = await self._prompt(path, model, body, request, authorization)
+            prompt = await self._prompt(path, model, body, request, _Asker(authorization, space))
         elif isinstance(request, ListRequest):
             prompt = given_list(request)
         else:
@@ -242,7 +260,7 @@ class TextTokenizer:
         model: str,
         body: ClientBody,
         request: TokenRequest | NDArray[np.int64] | ListRequest | Prompt | None,
-        authorization: str | None,
+        asker: _Asker,
     ) -> Prompt:
         """Find the tokens within the deadline.
 
@@ -251,7 +269,7 @@ class TextTokenizer:
             model: The model as its workers are registered.
             body: The client's body.
             request: The content of `body`, or None if it is too long to be read in the event loop.
-            authorization: The header that the client sent for the engine.
+            asker: The client that wants the tokens.
         """
         size_bytes = len(body.raw)
         if self._waiting >= MAX_WAITING:
@@ -264,13 +282,13 @@ class TextTokenizer:
                 if request is None:
                     request = await self._in_thread(lambda: _whole(self._read(path, model, body)))
                 if isinstance(request, ListRequest):
-                    return await self._listed(model, request, authorization)
+                    return await self._listed(model, request, asker)
                 if not isinstance(request, TokenRequest):
                     return _given(request)
                 if request.media_at is not None:
                     size_bytes = request.text_bytes
-                    return await self._with_media(model, request, request.media_at, authorization)
-                ids, source, items = await self._found(model, request, authorization)
+                    return await self._with_media(model, request, request.media_at, asker)
+                ids, source, items = await self._found(model, request, asker)
                 return Prompt(len(ids), ids, source, replaces=self._engines.all_alike(model), items=items)
         except TokensUnknown as unknown:
             return _unknown(unknown, size_bytes)
@@ -279,12 +297,12 @@ class TextTokenizer:
         finally:
             self._waiting -= 1
 
-    async def _listed(self, model: str, request: ListRequest, authorization: str | None) -> Prompt:
+    async def _listed(self, model: str, request: ListRequest, asker: _Asker) -> Prompt:
         """Return the prompts of a list, each with its tokens as far as they are found in time."""
-        parts = await asyncio.gather(*(self._part(model, prompt, authorization) for prompt in request.prompts))
+        parts = await asyncio.gather(*(self._part(model, prompt, asker) for prompt in request.prompts))
         return list_of(parts, request.whole)
 
-    async def _part(self, model: str, prompt: TokenRequest | NDArray[np.int64], authorization: str | None) -> Prompt:
+    async def _part(self, model: str, prompt: TokenRequest | NDArray[np.int64], asker: _Asker) -> Prompt:
         """Return one prompt of a list."""
         if not isinstance(prompt, TokenRequest):
             return Prompt(len(prompt), prompt, "given")
@@ -292,7 +310,7 @@ class TextTokenizer:
             # A little less than the whole list has, so that one slow prompt does not lose the others.
             async with asyncio.timeout(self._timeout_s * LIST_SHARE):
                 # Many short texts are as long as one long text, which a thread tokenizes.
-                ids, source, items = await self._found(model, prompt, authorization, at_once=False)
+                ids, source, items = await self._found(model, prompt, asker, at_once=False)
                 return Prompt(len(ids), ids, source, items=items)
         except TokensUnknown as unknown:
             return _unknown(unknown, prompt.size_bytes)
@@ -305,18 +323,18 @@ class TextTokenizer:
             f"its tokens were not found within {self._timeout_s:g} s: engines answer slowly; raise tokenize_timeout_s",
         )
 
-    async def _with_media(self, model: str, request: TokenRequest, at: int, authorization: str | None) -> Prompt:
+    async def _with_media(self, model: str, request: TokenRequest, at: int, asker: _Asker) -> Prompt:
         """Return the whole prompt if an engine's render names its media, else the part before the first media.
 
         Args:
             model: The model as its workers are registered.
             request: The request.
             at: The index of the first message that has media.
-            authorization: The header that the client sent for the engine.
+            asker: The client that wants the tokens.
         """
         try:
             async with asyncio.timeout(self._timeout_s * MEDIA_SHARE):
-                ids, source, items = await self._ask_once(model, request, authorization)
+                ids, source, items = await self._ask_once(model, request, asker)
         except (TokensUnknown, TimeoutError) as error:
             if isinstance(error, TokensUnknown) and error.broke_engine:
                 raise
@@ -324,9 +342,9 @@ class TextTokenizer:
         else:
             if items:
                 return Prompt(len(ids), ids, source, items=items)
-        return await self._before_media(model, request, at, authorization)
+        return await self._before_media(model, request, at, asker)
 
-    async def _before_media(self, model: str, request: TokenRequest, at: int, authorization: str | None) -> Prompt:
+    async def _before_media(self, model: str, request: TokenRequest, at: int, asker: _Asker) -> Prompt:
         """Return the part of the prompt before its first message with more than text.
 
         The message is replaced by each of two texts; both prompts have exactly this part in common.
@@ -343,7 +361,7 @@ class TextTokenizer:
                 add_generation_prompt=None,
             )
             try:
-                variants.append(await self._found(model, stand_in, authorization))
+                variants.append(await self._found(model, stand_in, asker))
             except TokensUnknown as unknown:
                 # The engine refused the replaced message, not the client's own request.
                 reason = "media" if unknown.reason == "refused" else unknown.reason
@@ -363,15 +381,13 @@ class TextTokenizer:
             reason="media",
         )
 
-    async def _found(
-        self, model: str, request: TokenRequest, authorization: str | None, *, at_once: bool = True
-    ) -> FoundTokens:
+    async def _found(self, model: str, request: TokenRequest, asker: _Asker, *, at_once: bool = True) -> FoundTokens:
         """Return the tokens of a request, from the local tokenizer or from an engine.
 
         Args:
             model: The model as its workers are registered.
             request: The request.
-            authorization: The header that the client sent for the engine.
+            asker: The client that wants the tokens.
             at_once: Whether a short text may be tokenized in the event loop.
 
         Raises:
@@ -391,29 +407,29 @@ class TextTokenizer:
                     if not self._engines.of(model) and model not in self._renderers.models:
                         raise
                     log.debug("left to the engine", extra={"reason": unknown.problem})
-        return await self._ask_once(model, request, authorization)
+        return await self._ask_once(model, request, asker)
 
-    async def _ask_once(self, model: str, request: TokenRequest, authorization: str | None) -> FoundTokens:
+    async def _ask_once(self, model: str, request: TokenRequest, asker: _Asker) -> FoundTokens:
         """Return the tokens from the cache or from an engine; callers with the same request share one query.
 
         Raises:
             TokensUnknown: No engine could return them.
         """
-        key = (model, request.key)
+        key = (model, request.key, asker.space)
         cached = self._memory.get(key)
         if cached is not None:
             self._metrics.memory_hits.inc()
             return cached
-        flight = (*key, authorization)
+        flight = (key, asker.authorization)
         task = self._under_way.get(flight)
         if task is None:
-            task = asyncio.get_running_loop().create_task(self._ask_in_time(key, request, authorization))
+            task = asyncio.get_running_loop().create_task(self._ask_in_time(key, request, asker.authorization))
             self._under_way[flight] = task
             task.add_done_callback(lambda done: self._landed(flight, done))
         # Shielded, because other callers may wait for the same query.
         return await asyncio.shield(task)
 
-    def _landed(self, flight: tuple[str, bytes, str | None], task: asyncio.Task[FoundTokens]) -> None:
+    def _landed(self, flight: tuple[Key, str | None], task: asyncio.Task[FoundTokens]) -> None:
         """Forget a query that has ended."""
         del self._under_way[flight]
         if not task.cancelled():

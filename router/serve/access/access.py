@@ -18,6 +18,8 @@ from kvrouter.router.serve.access.access_metrics import KEY_OUTCOMES, UNAUTHORIZ
 from kvrouter.router.serve.access.api_keys import UNKNOWN_NAME, ApiKey, ApiKeys, parse_keys, setting_key
 from kvrouter.router.serve.access.browser_policy import BrowserPolicy
 from kvrouter.router.serve.access.certificate import CertificateFiles, GatewayPems, read_certificate, read_pems
+from kvrouter.router.serve.access.salt_maker import SaltMaker, read_secret
+from kvrouter.router.serve.access.tenants import Tenants, check_keys, secret_path
 
 # `MAX_KEYS` entries with long names take about 20 kB.
 MAX_KEYS_BYTES = 256 * 1024
@@ -60,12 +62,14 @@ def gateway_files(config: Config) -> CertificateFiles | None:
     return CertificateFiles(Path(config.gateway_certificate), Path(config.gateway_key), client_ca, port="gateway")
 
 
-def read_keys(file: Path) -> list[ApiKey]:
+def read_keys(file: Path, config: Config) -> list[ApiKey]:
     """Read the API keys that a file lists.
 
     Raises OSError if the file cannot be read, and SettingError if its content is not valid.
     """
-    return parse_keys(read_text(file, MAX_KEYS_BYTES), f"api_keys_file {file}")
+    keys = parse_keys(read_text(file, MAX_KEYS_BYTES), f"api_keys_file {file}")
+    check_keys(keys, config)
+    return keys
 
 
 class TokenBucket:
@@ -95,7 +99,8 @@ class TokenBucket:
 class Access:
     """The rules for requests to the router's port: certificate, API keys, browser policy and rate of registrations.
 
-    `keys` holds the API keys that admit a request; it is None if every request is admitted without a key.
+    `keys` holds the API keys that admit a request; it is None if every request is admitted without a key. `tenants` finds
+    the tenants of requests; it is None if the router makes no cache salts.
     """
 
     def __init__(
@@ -128,16 +133,26 @@ class Access:
         self._setting = None if config.api_key is None else setting_key(config.api_key)
         add, files = settings.files.add, certificate_files(config)
         self._certificate = None if files is None else add("certificate", files.paths, lambda: read_certificate(files))
+        secret_file = secret_path(config)
         keys_file = None if config.api_keys_file is None else Path(config.api_keys_file)
-        self._listed = None if keys_file is None else add("api_keys", [keys_file], lambda: read_keys(keys_file))
+        self._listed = None if keys_file is None else add("api_keys", [keys_file], lambda: read_keys(keys_file, config))
+        if secret_file is not None and keys_file is None and config.api_key is not None:
+            check_keys((), config)
+        self._secret = (
+            None if secret_file is None else add("cache_salt_secret", [secret_file], lambda: read_secret(secret_file))
+        )
+        self._combines, self._tenant_header = config.client_salts == "combine", config.tenant_header
         pems = gateway_files(config)
         self._gateway = None if pems is None else add("gateway_certificate", pems.paths, lambda: read_pems(pems))
         self.keys: ApiKeys | None = None
+        self.tenants: Tenants | None = None
         self._take_keys()
         self._show_expiry()
         settings.subscribe(self._take_limits)
         if self._listed is not None:
             self._listed.subscribe(self._take_keys)
+        if self._secret is not None:
+            self._secret.subscribe(self._take_keys)
         if self._certificate is not None:
             self._certificate.subscribe(self._show_expiry)
 
@@ -202,11 +217,14 @@ class Access:
             self._buckets.clear()
 
     def _take_keys(self) -> None:
+        if self._secret is not None:
+            self.tenants = Tenants(SaltMaker(self._secret.value, self._combines), self._tenant_header)
         if self._setting is None and self._listed is None:
             return
         former_names = [] if self.keys is None else self.keys.names
         setting = [] if self._setting is None else [self._setting]
-        self.keys = ApiKeys([*setting, *([] if self._listed is None else self._listed.value)])
+        keys = [*setting, *([] if self._listed is None else self._listed.value)]
+        self.keys = ApiKeys(keys if self.tenants is None else map(self.tenants.salted, keys))
         self.metrics.key_requests.labels(UNKNOWN_NAME, UNAUTHORIZED)
         for name in self.keys.names:
             for outcome in KEY_OUTCOMES:

@@ -29,7 +29,7 @@ SETTING_NAME, UNKNOWN_NAME = "api_key", "unknown"
 FORM = "write `keys:` and below it entries like `- {name: gateway, scopes: [ask], sha256: HEX}`"
 
 
-# The name of a model, or a cache salt.
+# The name of a model or of a tenant, or a cache salt.
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
 
@@ -49,6 +49,10 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache_salts: Annotated[list[Name], msgspec.Meta(min_length=1)] | None = None
     # The cache salt that prompts without a salt get. Apart from it, the key may use only those of `cache_salts`.
     cache_salt: Name | None = None
+    # The tenant whose salt the router makes for the key's prompts; None makes the key a tenant of its own.
+    tenant: Name | None = None
+    # Whether the key is that of a gateway whose requests name their tenants in the header of `tenant_header`.
+    names_tenants: bool = False
 
 
 class ApiKey(msgspec.Struct, frozen=True):
@@ -60,6 +64,8 @@ class ApiKey(msgspec.Struct, frozen=True):
     digest: bytes
     # The models and cache salts that the key may name.
     bounds: KeyBounds
+    # Whether requests with the key name their tenants.
+    names_tenants: bool = False
 
     def may(self, wanted: frozenset[Scope]) -> bool:
         """Return whether the key has at least one of the wanted scopes."""
@@ -140,7 +146,8 @@ def _key_of(entry: Any, where: str) -> ApiKey:
         # The message of msgspec may quote a value, and so a key.
         raise SettingError(
             f"{where} is no key: it needs `name` (letters, digits, `._-`), `scopes` (of {', '.join(Scope)}), and `key` or "
-            "`sha256` as quoted text, and besides these at most `models` and `cache_salts`, lists of text, and `cache_salt`"
+            "`sha256` as quoted text, and besides these at most `models` and `cache_salts`, lists of text, `cache_salt` and "
+            "`tenant`, texts, and `names_tenants`, true or false"
         ) from None
     if key_entry.name in (SETTING_NAME, UNKNOWN_NAME):
         raise SettingError(f"{where}: the name {key_entry.name} is taken; write another one")
@@ -157,12 +164,15 @@ def _key_of(entry: Any, where: str) -> ApiKey:
                 f"{where} ({key_entry.name}): write a key of {MIN_KEY_CHARS} or more printable ASCII characters without spaces"
             )
         digest = digest_of(key_entry.key)
-    return ApiKey(key_entry.name, frozenset(key_entry.scopes), digest, _bounds_of(key_entry, where))
+    if key_entry.names_tenants and key_entry.tenant is not None:
+        raise SettingError(f"{where} ({key_entry.name}) has `tenant` and `names_tenants`: keep one of them")
+    scopes = frozenset(key_entry.scopes)
+    return ApiKey(key_entry.name, scopes, digest, _bounds_of(key_entry, where), key_entry.names_tenants)
 
 
 def _bounds_of(entry: KeyEntry, where: str) -> KeyBounds:
     if entry.models is None and entry.cache_salts is None and entry.cache_salt is None:
-        return KeyBounds(entry.name)
+        return KeyBounds(entry.name, tenant=entry.tenant)
     if not {Scope.ASK, *ASK_PARTS}.issuperset(entry.scopes):
         raise SettingError(
             f"{where} ({entry.name}) has `models`, `cache_salt` or `cache_salts`, which restrict only questions and requests: "
@@ -170,7 +180,7 @@ def _bounds_of(entry: KeyEntry, where: str) -> KeyBounds:
         )
     models = None if entry.models is None else frozenset(entry.models)
     salts = frozenset([*(entry.cache_salts or ()), *([] if entry.cache_salt is None else [entry.cache_salt])])
-    return KeyBounds(entry.name, models, salts or None, entry.cache_salt)
+    return KeyBounds(entry.name, models, salts or None, entry.cache_salt, tenant=entry.tenant)
 
 
 def _check_single(key: ApiKey, others: Sequence[ApiKey], where: str) -> None:

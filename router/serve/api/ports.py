@@ -108,11 +108,18 @@ class TokensPort(Protocol):
     """The source of a text's tokens, as the API sees it. `TextTokenizer` implements it."""
 
     async def prompt(
-        self, path: str, model: str, body: ClientBody, *, authorization: str | None = None, counts: bool = True
+        self,
+        path: str,
+        model: str,
+        body: ClientBody,
+        *,
+        authorization: str | None = None,
+        counts: bool = True,
+        space: str = "",
     ) -> Prompt:
         """Return the tokens of a body that was sent to `path`. Raises BadQuestion if its prompt cannot be read.
 
-        `counts` says whether this is a request, not a dry run.
+        `counts` says whether this is a request, not a dry run; `space` is as in `TextTokenizer.prompt`.
         """
         ...
 

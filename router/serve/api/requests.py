@@ -53,10 +53,14 @@ BOUNDS = "kvrouter.bounds"
 
 
 def within_bounds(question: Question, bounds: KeyBounds | None) -> Question:
-    """Return the question, with the salt of the request's key if it has none. Raises Forbidden if the key may not ask it."""
+    """Return the question with the salt that the request's key gives it, if it gives any.
+
+    Raises Forbidden if the key may not ask the question, and BadQuestion if the request must name its tenant.
+    """
     if bounds is not None:
-        if bounds.cache_salt is not None and question.cache_salt is None:
-            question = msgspec.structs.replace(question, cache_salt=bounds.cache_salt)
+        cache_salt = bounds.asked_salt(question.cache_salt)
+        if cache_salt != question.cache_salt:
+            question = msgspec.structs.replace(question, cache_salt=cache_salt)
         bounds.check_model(question.model, question.lora_name)
         hashed = question.block_hashes is not None and len(question.block_hashes) > 0
         bounds.check_salt(question.cache_salt, hashed=hashed)

@@ -28,7 +28,7 @@ from kvrouter.router.route.placement.placement_request import MAX_ANSWERS, MAX_L
 from kvrouter.router.route.placement.placer import Placer
 from kvrouter.router.route.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
 from kvrouter.router.route.tokens.without_cache import engines_without_cache
-from kvrouter.router.serve.access.key_bounds import KeyBounds
+from kvrouter.router.serve.access.key_bounds import KeyBounds, made_salt
 from kvrouter.router.serve.api.dynamo_shapes import ROUTING_GROUP, check_group
 from kvrouter.router.serve.api.http_metrics import HttpMetrics
 from kvrouter.router.serve.api.ports import CorePort, TokensPort
@@ -123,7 +123,7 @@ class SelectRoutes:
         if tokens is None and hashes is None:
             return self._select_text(body, request, decide)
         question = within_bounds(self._known(body, tokens, hashes), request.bounds)
-        return decide(_ask(body, question, request.bounds))
+        return _salted_reply(decide(_ask(body, question, request.bounds)), question, request.bounds)
 
     async def _select_long(self, request: HotRequest, decide: Callable[[PlacementRequest], SelectReply]) -> SelectReply:
         """Decide about a long body, which is read in a thread and hashed in turns."""
@@ -132,7 +132,7 @@ class SelectRoutes:
             return await self._select_text(body, request, decide)
         question = within_bounds(self._known(body, tokens, hashes), request.bounds)
         await self._core.hash_ahead(question)
-        return decide(_ask(body, question, request.bounds))
+        return _salted_reply(decide(_ask(body, question, request.bounds)), question, request.bounds)
 
     def _known(self, body: Any, tokens: NDArray[np.int64] | None, hashes: NDArray[np.uint64] | None) -> Question:
         """Return the question to the index for a body that has its prompt as tokens or hashes."""
@@ -159,7 +159,7 @@ class SelectRoutes:
         served = self._asking.served(body)
         cache_salt = body.cache_salt or None
         if request.bounds is not None:
-            cache_salt = request.bounds.salted(cache_salt)
+            cache_salt = request.bounds.asked_salt(cache_salt)
             request.bounds.check_model(served.model, body.lora_name or served.lora_name)
             request.bounds.check_salt(cache_salt)
         raw = request.data[request.start :]
@@ -171,7 +171,8 @@ class SelectRoutes:
         path = CHAT_PATH if is_given(body.messages) else TEXT_PATH
         client_body = read_client_body(path, raw)
         is_dry = body.dry_run and decide == self._choose
-        prompt = await self._tokens.prompt(path, served.model, client_body, counts=not is_dry)
+        space = made_salt(request.bounds, cache_salt)
+        prompt = await self._tokens.prompt(path, served.model, client_body, counts=not is_dry, space=space)
         if prompt.refused:
             raise BadQuestion(f"the engine rejects the prompt: {prompt.problem}", code="prompt_refused")
         question = prompt.question(
@@ -185,7 +186,7 @@ class SelectRoutes:
             without_cache=engines_without_cache(client_body),
         )
         await self._core.hash_ahead(question)
-        reply = decide(_ask(body, question, request.bounds))
+        reply = _salted_reply(decide(_ask(body, question, request.bounds)), question, request.bounds)
         source = TokensReply(prompt.source, prompt.num_tokens, question.known_tokens or 0, prompt.problem)
         return msgspec.structs.replace(reply, tokens=source)
 
@@ -295,9 +296,16 @@ def _ask(body: Any, question: Question, bounds: KeyBounds | None) -> PlacementRe
         pin,
         body.selection_id,
         dry_run=body.dry_run,
-        key_name="" if bounds is None else bounds.key,
+        key_name="" if bounds is None else bounds.caller,
         answers=min(body.n or 1, MAX_ANSWERS),
     )
+
+
+def _salted_reply(reply: SelectReply, question: Question, bounds: KeyBounds | None) -> SelectReply:
+    """Return the reply with the salt that the request to the engine must have, if it is made here."""
+    if bounds is None or bounds.maker is None:
+        return reply
+    return msgspec.structs.replace(reply, cache_salt=question.cache_salt)
 
 
 def _length(body: Any) -> int | None:

@@ -15,7 +15,15 @@ import msgspec
 
 import kvrouter.router.serve.proxy.headers as h
 from kvrouter.router.base.common.direct_task import directly
-from kvrouter.router.base.common.errors import RATE_LIMIT, CutBody, NoWorker, RouterError, Saturated, SettingError
+from kvrouter.router.base.common.errors import (
+    RATE_LIMIT,
+    CutBody,
+    Forbidden,
+    NoWorker,
+    RouterError,
+    Saturated,
+    SettingError,
+)
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.observe.quality.request_watch import CLIENT_GONE, Quality
@@ -23,6 +31,7 @@ from kvrouter.router.route.placement.placement_request import Placement, Placeme
 from kvrouter.router.route.placement.placer import Placer
 from kvrouter.router.route.tokens.client_body import CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH
 from kvrouter.router.route.tokens.proxied_paths import PATHS, STORED_PATHS, stored_path
+from kvrouter.router.serve.access.tenants import Tenants
 from kvrouter.router.serve.gateway.endpoints import UNUSABLE, Destination, Endpoints, destination
 from kvrouter.router.serve.gateway.gateway_metrics import GatewayMetrics
 from kvrouter.router.serve.gateway.messages import ENDPOINT
@@ -38,8 +47,9 @@ from kvrouter.router.serve.proxy.proxy import Proxy
 from kvrouter.router.serve.proxy.request_reader import Request
 from kvrouter.router.serve.proxy.worker_addresses import Addresses
 
-# The number of workers that one error names.
+# The number of workers that one error names, and of characters of a path.
 NAMES_SHOWN = 8
+SHOWN_CHARS = 80
 POST = b"POST"
 OTHER_PATH = "other"
 # The paths that gateways translate into each other.
@@ -78,6 +88,8 @@ class Picker:
         fallbacks: int,
         # The paths whose requests the gateway translates after the pick.
         translated: frozenset[str],
+        # Returns the rule that finds the tenant of a request, or None if the router makes no cache salts.
+        tenants: Callable[[], Tenants | None],
         # Returns monotonic seconds.
         clock: Callable[[], float],
         rng: random.Random,
@@ -91,6 +103,7 @@ class Picker:
         self._models = models
         self._fallbacks = fallbacks
         self._translated = translated
+        self._tenants = tenants
         self._clock = clock
         self._rng = rng
         self._addresses: Addresses | None = None
@@ -102,10 +115,27 @@ class Picker:
         Raises RouterError, with nothing reserved. A CutBody of a request that may go on is not counted.
         """
         began_s = self._clock()
+        tenants = self._tenants()
+        if tenants is not None:
+            # The protocol has no API key: the gateway that may connect is trusted to name the tenant.
+            try:
+                gateway_request.bounds = tenants.bounds_of(tenants.keyless, gateway_request.headers)
+            except RouterError:
+                self._metrics.requests(
+                    gateway_request.path if gateway_request.path in PATHS else OTHER_PATH, "refused"
+                ).inc()
+                raise
         stored = stored_path(gateway_request.path)
         if stored is not None and gateway_request.method.decode("latin-1") in STORED_PATHS[stored[0]]:
             return await self._route_stored(gateway_request, stored[0])
         if gateway_request.method != POST or gateway_request.path not in PATHS:
+            if tenants is not None and gateway_request.method == POST:
+                self._metrics.requests(OTHER_PATH, "refused").inc()
+                raise Forbidden(
+                    f"this router makes the cache salts, and knows no prompts at "
+                    f"{printable(gateway_request.path[:SHOWN_CHARS])}, so that tenants would share the cache of one: send it to a path that docs/reference/proxy.md lists",
+                    code="salt_not_allowed",
+                )
             return self._pass(gateway_request)
         request_id = h.header(gateway_request.headers, h.REQUEST_ID) or secrets.token_hex(16).encode()
         watch = self._quality.begin(gateway_request.path, gateway_request.headers, request_id.decode("latin-1"))

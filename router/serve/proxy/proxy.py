@@ -155,7 +155,7 @@ class Proxy:
     async def _forward(self, client: Client, route: str, answer: Callable[[Client, Request], Awaitable[str]]) -> None:
         """Answer the client and count the outcome, which `answer` returns. `route` is the path for metrics."""
         request_id = h.header(client.headers, h.REQUEST_ID) or self._new_id().encode()
-        key_name = None if client.bounds is None else client.bounds.key
+        key_name = None if client.bounds is None else client.bounds.key or None
         watch = self._quality.begin(route, client.headers, request_id.decode("latin-1"), key_name)
         request = Request(client, watch, request_id)
         outcome, refusal_status = "client_gone", 0

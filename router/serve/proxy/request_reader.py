@@ -38,6 +38,7 @@ from kvrouter.router.route.tokens.forward_ids import forwarded_body
 from kvrouter.router.route.tokens.prompt_tokens import Prompt, estimated_tokens
 from kvrouter.router.route.tokens.proxied_paths import AUDIO, WITH_PROMPT, WITHOUT_PROMPT
 from kvrouter.router.route.tokens.without_cache import engines_without_cache
+from kvrouter.router.serve.access.key_bounds import made_salt
 from kvrouter.router.serve.proxy.attempts import Attempts
 from kvrouter.router.serve.proxy.downstream import ClientRequest
 from kvrouter.router.serve.proxy.form_body import read_form_model
@@ -64,7 +65,9 @@ Result = TypeVar("Result")
 class Tokens(Protocol):
     """The part of `TextTokenizer` that the reader uses."""
 
-    async def prompt(self, path: str, model: str, body: ClientBody, *, authorization: str | None = None) -> Prompt:
+    async def prompt(
+        self, path: str, model: str, body: ClientBody, *, authorization: str | None = None, space: str = ""
+    ) -> Prompt:
         """Return the prompt's tokens, or an estimate of their number. Raises BadQuestion if the body cannot be read."""
         ...
 
@@ -96,7 +99,7 @@ class Request:
     def caller(self) -> int:
         """Return a number for the API key and the session of the request, 0 without both."""
         bounds, session = self.client.bounds, h.header(self.client.headers, h.SESSION_ID)
-        return 0 if bounds is None and session is None else hash((bounds and bounds.key, session))
+        return 0 if bounds is None and session is None else hash((bounds and (bounds.key, bounds.tenant), session))
 
 
 class RequestReader:
@@ -142,10 +145,10 @@ class RequestReader:
                 client.bounds.check_other_salt(body.cache_salt)
             if is_given(client_body.fields, ADAPTER_FIELD):
                 client.bounds.check_other_adapter(ADAPTER_FIELD)
-        if client.bounds is not None and client.bounds.cache_salt is not None and client.path not in WITHOUT_PROMPT:
-            salt = client.bounds.salted(body.salt)
-            if salt is not None and salt != body.salt:
-                body.cache_salt = changes["cache_salt"] = salt
+            if client.path not in WITHOUT_PROMPT:
+                salt = client.bounds.salted(body.salt)
+                if salt is not None and salt != body.salt:
+                    body.cache_salt = changes["cache_salt"] = salt
         self._check_bounds(client, served, body.salt)
         if name not in (served.model, served.lora_name) and body.model is not None:
             # The engine does not know the aliases that this router gives its models.
@@ -259,6 +262,7 @@ class RequestReader:
                 served.model,
                 client_body,
                 authorization=None if authorization is None else authorization.decode("latin-1"),
+                space=made_salt(client.bounds, body.salt),
             )
         except BadQuestion as error:
             # The engine reports what is wrong with the body.
@@ -296,7 +300,7 @@ class RequestReader:
         bounds.check_model(served.model, served.lora_name)
         if client.path in WITHOUT_PROMPT:
             return
-        if bounds.cache_salts is not None and not self._takes_salt(served.model, client.path):
+        if bounds.salts_all and not self._takes_salt(served.model, client.path):
             raise bounds.unsalted(served.model, client.path)
         bounds.check_salt(cache_salt or None)
 
@@ -309,13 +313,18 @@ async def _in_thread(body: bytes, work: Callable[Args, Result], *args: Args.args
 
 
 def caller_of(client: ClientRequest) -> str:
-    """Return the name of the client's API key; all clients without one are "", also among the owners of responses."""
-    return "" if client.bounds is None else client.bounds.key
+    """Return the name of the client's tenant or API key; clients without either are "", also among owners of responses.
+
+    Raises BadQuestion if the request must name its tenant and does not.
+    """
+    return "" if client.bounds is None else client.bounds.caller
 
 
 def _rule_of(client: ClientRequest) -> str | None:
     """Return the rule for which router and engine must read the same body alike, or None if there is none."""
     bounds = client.bounds
+    if bounds is not None and bounds.maker is not None:
+        return "the cache salt is made here, so router and engine must read the same fields"
     if bounds is not None and bounds.binds:
         return (
             f"the API key {bounds.key} is bound to models or cache salts, so router and engine must read the same ones"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from kvrouter.router.base.common.errors import (
+    BadQuestion,
     Forbidden,
     ForeignHost,
     ForeignOrigin,
@@ -27,7 +28,9 @@ from kvrouter.router.serve.access.access_metrics import (
     UNAUTHORIZED,
 )
 from kvrouter.router.serve.access.api_keys import UNKNOWN_NAME
+from kvrouter.router.serve.access.key_bounds import KeyBounds
 from kvrouter.router.serve.access.scope import Scope
+from kvrouter.router.serve.access.tenants import Tenants
 from kvrouter.router.serve.api.http.request import HttpRequest
 from kvrouter.router.serve.api.scopes import REGISTER, RouteTable, Scopes
 
@@ -49,6 +52,11 @@ class Guard:
     def wants_key(self) -> bool:
         """Whether requests need an API key."""
         return self._access.keys is not None
+
+    @property
+    def reads_heads(self) -> bool:
+        """Whether each request's head decides about more than the request's path: it has a key, or names a tenant."""
+        return self._access.keys is not None or self._access.tenants is not None
 
     @property
     def known_hosts(self) -> set[bytes] | None:
@@ -78,8 +86,10 @@ class Guard:
     def _unpermitted(self, request: HttpRequest) -> RouterError | None:
         """Return why a request is refused because of its key, its scopes or its rate, or None."""
         method, path = request.method, request.path
-        keys = self._access.keys
+        keys, tenants = self._access.keys, self._access.tenants
         if keys is None:
+            if tenants is not None and (unnamed := _tenant_refusal(request, tenants, tenants.keyless)) is not None:
+                return unnamed
             if not path.startswith(REGISTERING) or self._routes.scopes(method, path) != REGISTER:
                 return None
             return self._too_many("")
@@ -93,6 +103,8 @@ class Guard:
         wanted = self._routes.scopes(method, path)
         refused: RouterError | None = None
         outcome = ADMITTED
+        if tenants is not None:
+            refused = _tenant_refusal(request, tenants, holder.bounds)
         if not holder.may(wanted):
             outcome = FORBIDDEN
             refused = Forbidden(
@@ -113,6 +125,15 @@ class Guard:
             "registrations come faster than this router takes them: send them again later, or raise its registrations_per_s",
             retry_after_s=pause_s,
         )
+
+
+def _tenant_refusal(request: HttpRequest, tenants: Tenants, bounds: KeyBounds) -> BadQuestion | None:
+    """Give the request the bounds of its tenant and return None, or return why its header names none."""
+    try:
+        request.bounds = tenants.bounds_of(bounds, request.headers)
+    except BadQuestion as error:
+        return error
+    return None
 
 
 def _named(scopes: Scopes) -> str:

@@ -133,14 +133,16 @@ class HttpApi:
         # The cache of `json_head`.
         self._dated: list[tuple[bytes, bytes]] = []
         self._json_head = b""
-        # Targets whose handlers need no headers but those of the body: neither a key nor a trace.
+        # Targets whose handlers need no headers but those of the body: neither a key, a tenant nor a trace.
         self.plain_paths = {
             spelling.encode(): path
             for path in hot
             for spelling in paths.spellings(path)
-            if not guard.wants_key and path not in self._proxied_paths and (tracing is None or path not in TRACED_PATHS)
+            if not guard.reads_heads
+            and path not in self._proxied_paths
+            and (tracing is None or path not in TRACED_PATHS)
         }
-        below = () if guard.wants_key else paths.spellings(RESERVATIONS)
+        below = () if guard.reads_heads else paths.spellings(RESERVATIONS)
         self.plain_below = tuple(spelling.encode() for spelling in below)
         self.known_hosts = guard.known_hosts
         # Targets whose headers go on to an engine.
