@@ -133,7 +133,8 @@ class Picker:
                 self._metrics.requests(OTHER_PATH, "refused").inc()
                 raise Forbidden(
                     f"this router makes the cache salts, and knows no prompts at "
-                    f"{printable(gateway_request.path[:SHOWN_CHARS])}, so that tenants would share the cache of one: send it to a path that docs/reference/proxy.md lists",
+                    f"{printable(gateway_request.path[:SHOWN_CHARS])}, so that tenants would share the cache of one: send "
+                    "it to a path that docs/reference/proxy.md lists",
                     code="salt_not_allowed",
                 )
             return self._pass(gateway_request)
