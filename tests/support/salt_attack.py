@@ -2,7 +2,8 @@
 """An attack on the privacy of prompts: one tenant guesses which of two prompts another tenant has sent.
 
 The router's API, guard, proxy, placer and matcher are real. Two simulated replicas answer the proxy, and their events go
-into the mirror before the next request. The attacker sees every byte of each answer but no time.
+into the mirror before the next request. The attacker sees every byte of each answer but no time; or, for
+`benchmarks/salt_timing.py`, nothing but the time.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import random
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,8 +120,10 @@ class Words:
 class SimulatedWorker:
     """A simulated replica behind HTTP, with its part of the mirror."""
 
-    def __init__(self, key: WorkerKey, mirror: Mirror) -> None:
+    def __init__(self, key: WorkerKey, mirror: Mirror, token_s: float = 0.0) -> None:
+        """Begin with an empty cache. `token_s` is the time to compute a token that is not cached."""
         self.key = key
+        self._token_s = token_s
         self._mirror = mirror
         self._events: list[Any] = []
         self._replica = Replica(llama(BLOCK_TOKENS), POOL_BLOCKS, on_step=self._events.extend)
@@ -149,6 +152,8 @@ class SimulatedWorker:
             return
         ids = words_of(body)
         cached = self.compute(ids, body.get("cache_salt"))
+        if self._token_s:
+            await asyncio.sleep((len(ids) - cached) * self._token_s)
         counts = {"prompt_tokens": len(ids), "input_tokens": len(ids), "completion_tokens": 1, "output_tokens": 1}
         details = {"prompt_tokens_details": {"cached_tokens": cached}, "cache_read_input_tokens": cached}
         await plain(json.dumps({"object": "answer", "usage": counts | details}).encode())(asked, wire)
@@ -268,8 +273,19 @@ def sigmas(trials: int, right: int) -> float:
     return float((right - trials / 2) / (trials**0.5 / 2))
 
 
-async def attack(folder: Path, trials: int, seed: int, *, makes_salts: bool) -> Outcome:
-    """Attack a new router, and return the outcome of the second half of the trials; the first half is for learning."""
+async def attack(
+    folder: Path, trials: int, seed: int, *, makes_salts: bool, timed: Sequence[str] = (), token_s: float = 0.0
+) -> Outcome:
+    """Attack a new router, and return the outcome of the second half of the trials; the first half is for learning.
+
+    Args:
+        folder: Where the router's files are written.
+        trials: The number of trials.
+        seed: Decides about prompts and paths.
+        makes_salts: Whether the router makes salts.
+        timed: Paths whose answers are timed instead of read.
+        token_s: As in `SimulatedWorker`.
+    """
     rng = random.Random(seed)
     lines = [f"- {{name: {name}, scopes: [ask], key: the-key-of-the-{name}}}" for name in (VICTIM, ATTACKER)]
     (folder / "keys.yaml").write_text("\n".join(["keys:", *lines]))
@@ -279,7 +295,7 @@ async def attack(folder: Path, trials: int, seed: int, *, makes_salts: bool) -> 
         settings["cache_salt_secret_file"] = str(folder / "secret")
     with ExitStack() as stack:
         mirror = Mirror(MIRROR_BYTES)
-        workers = [SimulatedWorker(WorkerKey(MODEL, f"w{number}"), mirror) for number in range(2)]
+        workers = [SimulatedWorker(WorkerKey(MODEL, f"w{number}"), mirror, token_s) for number in range(2)]
         for worker in workers:
             stack.enter_context(worker.server)
         app, close = _router(MirroredCore(workers, mirror), Config(**settings))
@@ -303,7 +319,7 @@ async def attack(folder: Path, trials: int, seed: int, *, makes_salts: bool) -> 
             prompts = [[rng.randrange(1, 30_000) for _ in range(PROMPT_TOKENS)] for _ in range(2)]
             sent = rng.randrange(2)
             with_prompt = rng.randrange(100) < SHARE_WITH_PROMPT
-            path = rng.choice((*PROXIED, *ASKING) if with_prompt else (*OTHERS, *READABLE))
+            path = rng.choice(timed or ((*PROXIED, *ASKING) if with_prompt else (*OTHERS, *READABLE)))
             before = None if path not in READABLE else Reply.of(await send(ATTACKER, path))
             way = rng.choice(PROXIED)
             assert (await send(VICTIM, way, body_of(way, prompts[sent]), **{"x-session-id": "s"})).status == 200
@@ -317,12 +333,14 @@ async def attack(folder: Path, trials: int, seed: int, *, makes_salts: bool) -> 
                 more = rng.choice(({}, {"explain": True}, {"cache_salt": VICTIM}, {"held": True, "session_id": "s"}))
                 if not makes_salts:
                     more.pop("cache_salt", None)
-                replies = []
+                replies, times_s = [], []
                 for prompt in prompts:
+                    began_s = time.perf_counter()
                     answer = await send(ATTACKER, path, body_of(path, prompt) | more, **headers)
+                    times_s.append(time.perf_counter() - began_s)
                     outcome.statuses[path].add(answer.status)
                     replies.append(Reply.of(answer))
-                signs = differences(*replies)
+                signs = {"time": 1 if times_s[0] > times_s[1] else -1} if timed else differences(*replies)
             guess = guessers[path].guess(signs, rng)
             guessers[path].learn(signs, sent)
             if trial >= trials // 2:
@@ -331,10 +349,10 @@ async def attack(folder: Path, trials: int, seed: int, *, makes_salts: bool) -> 
     return outcome
 
 
-def run_attack(folder: Path, trials: int, seed: int, *, makes_salts: bool) -> Outcome:
+def run_attack(folder: Path, trials: int, seed: int, *, makes_salts: bool, **options: Any) -> Outcome:
     """Run `attack` in a loop of its own, on the event loop that the router has."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(attack(folder, trials, seed, makes_salts=makes_salts))
+        return runner.run(attack(folder, trials, seed, makes_salts=makes_salts, **options))
 
 
 def _router(core: MirroredCore, config: Config) -> tuple[Any, Any]:
