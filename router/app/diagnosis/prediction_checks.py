@@ -37,8 +37,8 @@ DOUBTS = {
     DoubtKind.UNFORESEEN: (
         "KV407",
         "if the prompts have a cache_salt, also one that the router makes: update the engine, because this version ignores it at "
-        "their path, and all tenants share one cache; if the engine is older than the router: give it a replay endpoint or the engine patch (KV207); if neither "
-        "holds: report it with kvrouter doctor --bundle FILE",
+        "their path, and all tenants share one cache; if the engine is older than the router: give it a replay endpoint or the "
+        "engine patch (KV207); if neither holds: report it with kvrouter doctor --bundle FILE",
     ),
 }
 

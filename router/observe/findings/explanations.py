@@ -346,7 +346,8 @@ EXPLANATIONS: dict[str, Explanation] = {
         "The engine reuses prompts for which nothing was predicted: more than half of the last 8 to 16 prompts that it "
         "reused while each was alone there, with the worker live and nothing withholding its credit. No prediction "
         "promises too much, but prompts are sent away from the worker that holds them.",
-        "If these prompts have a `cache_salt`, the engine's version ignores it at their path (old versions do at "
+        "If these prompts have a `cache_salt`, also one that the router makes, the engine's version ignores it at their "
+        "path (old versions do at "
         "`/v1/messages`): all tenants share one cache, so update the engine. If the engine stored blocks before "
         "the router followed it, give it a replay endpoint or the engine patch. If neither holds, report it: "
         "docs/how-to/doctor.md says how.",
