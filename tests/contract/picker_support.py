@@ -30,6 +30,7 @@ class Door:
             models=router.core.models,
             fallbacks=0,
             translated=frozenset(),
+            tenants=lambda: None,
             clock=time.monotonic,
             rng=random.Random(0),
         )
