@@ -145,8 +145,8 @@ async def test_vllm_is_not_queried_about_thinking() -> None:
         prompt = await asked(tokenizer, THOUGHT | {"thinking": {"type": "adaptive"}})
         assert prompt.token_ids is not None and prompt.token_ids.tolist() == engine.chat(THOUGHT)
         assert not any("thinking" in body or "output_config" in body for _, body in engine.asked)
-        for name in ("off", "effort"):
-            assert (await asked(tokenizer, SWITCHED[name])).reason == "unsupported"
+        for name, reason in (("off", "not_looked_up"), ("effort", "unsupported")):
+            assert (await asked(tokenizer, SWITCHED[name])).reason == reason
 
 
 async def test_engines_of_both_kinds_do_not_mix_their_prompts() -> None:

@@ -20,6 +20,7 @@ from kvrouter.router.route.tokens.unknown_prompts import COUNTED_MIN
 from tests.support.token_engine import TokenEngine, tokens_of
 from tests.support.tokenizer_stage import CHAT, MODEL, RENDER_CHAT, RENDER_TEXT, Case, Here, case, ids, until
 
+RENDER_RESPONSES = "/v1/responses/render"
 # An engine behind a front end that shows its tokens only by running a prompt.
 NOTHING = {RENDER_CHAT: 404, RENDER_TEXT: 404, "/tokenize": 404}
 HIDING: dict[str, Any] = {"statuses": {**NOTHING, "/v1/messages/render": 404, "/v1/messages/count_tokens": 404}}
@@ -101,17 +102,17 @@ async def test_only_the_engine_reads_fields_that_its_flags_decide() -> None:
 
 async def test_messages_and_responses_need_their_own_proof() -> None:
     messages = b'{"messages": [{"role": "user", "content": "a message"}], "max_tokens": 1}'
+    response = read_client_body(RESPONSES_PATH, b'{"input": "a response"}')
     async with case(renderers=1, **HIDING) as stage:
         await verified(stage)
         prompt = await stage.tokenizing.prompt(MESSAGES_PATH, MODEL, read_client_body(MESSAGES_PATH, messages))
         assert prompt.source == "none" and not asked_of(stage.renderers[0], "a message")
-        response = read_client_body(RESPONSES_PATH, b'{"input": "a response"}')
-        assert (await stage.tokenizing.prompt(RESPONSES_PATH, MODEL, response)).source == "none"
-        assert not asked_of(stage.renderers[0], "a response")
     async with case(renderers=1) as stage:
         await verified(stage)
         prompt = await stage.tokenizing.prompt(MESSAGES_PATH, MODEL, read_client_body(MESSAGES_PATH, messages))
         assert prompt.source == "render" and asked_of(stage.renderers[0], "a message") == ["/v1/messages/render"]
+        prompt = await stage.tokenizing.prompt(RESPONSES_PATH, MODEL, response)
+        assert prompt.source == "render" and asked_of(stage.renderers[0], "a response") == [RENDER_RESPONSES]
 
 
 FAILURES: dict[str, Callable[[TokenEngine], None]] = {

@@ -42,6 +42,10 @@ ALLOWED = {
         "router/route/tokens/engine/verified_engines.py",
         "_begin_judging",
     ): "one judgement; its failure is logged and it is begun again by `look`",
+    (
+        "router/route/tokens/engine/renderers.py",
+        "_begin",
+    ): "one verification; its failure is logged and it is begun again by `look`",
     ("router/serve/gateway/grpc_server.py", "_process"): "one read of a stream, which the function awaits or cancels",
     ("router/route/tokens/tokenizer.py", "_ask_once"): "one request; its callers await it",
     ("shadow/shadow_run.py", "run"): "a command: what ends one of them ends it, with the error",

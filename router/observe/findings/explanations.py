@@ -360,14 +360,6 @@ EXPLANATIONS: dict[str, Explanation] = {
         "(`--renderer MODEL=URL`, docs/how-to/tokenizers.md), or start vLLM with its front end in Python and "
         "`--enable-scale-out`.",
     ),
-    "KV410": Explanation(
-        "A renderer that the settings name (`--renderer MODEL=URL`) does not answer, has no render endpoints, wants an API "
-        "key, or makes other tokens of a probe than an engine of the model. It is not used for what it gets wrong; the "
-        "engines are queried in its place where they return tokens, and other texts are placed by load.",
-        "Start it (`vllm launch render`, `vllm-rs render`) with the engines' model, version, chat template and flags. The "
-        "router tries it again by itself, at least every 30 seconds. If it wants an API key, name the key: "
-        "`--renderer MODEL=URL,key=NAME`, with NAME of `--worker-api-keys-file`.",
-    ),
     "KV409": Explanation(
         "The router makes of a body of `/v1/responses` the chat that vLLM makes of it, and probes compare the tokens with "
         "the engine's. They differ for these requests, so no reuse is predicted for them. Usual causes are vLLM before "
@@ -375,6 +367,14 @@ EXPLANATIONS: dict[str, Explanation] = {
         "such bodies in another way. The finding begins with the first such request, and ends when a worker can read them.",
         "Start vLLM 0.31 or later with `--enable-scale-out`, or give the router the engine's tokenizer folder "
         "(`--tokenizer MODEL=FOLDER`). For SGLang, have clients send `x-session-id`: it keeps a conversation at its worker.",
+    ),
+    "KV410": Explanation(
+        "A renderer that the settings name (`--renderer MODEL=URL`) does not answer, has no render endpoints, wants an API "
+        "key, or makes other tokens of a probe than an engine of the model. It is not used for what it gets wrong; the "
+        "engines are queried in its place where they return tokens, and other texts are placed by load.",
+        "Start it (`vllm launch render`, `vllm-rs render`) with the engines' model, version, chat template and flags. The "
+        "router tries it again by itself, at least every 30 seconds. If it wants an API key, name the key: "
+        "`--renderer MODEL=URL,key=NAME`, with NAME of `--worker-api-keys-file`.",
     ),
     "KV501": Explanation(
         "Redis does not answer, or it takes no commits. Answers continue from memory; other routers learn "
