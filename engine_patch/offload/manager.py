@@ -19,17 +19,21 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvrouter.engine_patch.offload.key import OffloadKey
 from kvrouter.engine_patch.offload.metrics import COUNTERS, GAUGES, Sample
+from kvrouter.engine_patch.offload.peer.peer_source import source_wish
 from kvrouter.engine_patch.offload.slots import SlotsSpec
 from kvrouter.engine_patch.offload.tiers.tiering import LookupAnswer, Medium, PromotionRequest, Tiering
 
 # Features that the installed vLLM has.
 TAKES_METADATA_ONLY = any(field.name == "metadata_only" for field in fields(base.OffloadingEvent))
+# The source of a chunk from another engine, in vLLM's metrics.
+FROM_PEER = getattr(CacheHitSource, "P2P", CacheHitSource.HOST)
 TELLS_FLUSHES = hasattr(base.OffloadingManager, "on_reset_flushed")
 
 # The owner of the disk tier on the wire, because events of a tier below the first name their owner.
 DISK_OWNER = "kvrouter"
 
 _ANSWERS = {
+    LookupAnswer.UNKNOWN: base.LookupResult.RETRY,
     LookupAnswer.NO: base.LookupResult.MISS,
     LookupAnswer.SOON: base.LookupResult.HIT_PENDING,
     LookupAnswer.YES: base.LookupResult.HIT,
@@ -71,27 +75,34 @@ class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
         if not allowed.allows(base.Medium.CPU, None):
             return base.LookupResult.MISS
         disk = allowed.allows(base.Medium.STORAGE, self._disk_locality)
-        return _ANSWERS[self._tiering.look_up(key, _wish(req_context), disk)]
+        with self._tiering.lock:
+            return _ANSWERS[self._tiering.look_up(key, _wish(req_context), disk)]
 
     def get_load_source(self, key: OffloadKey, req_context: base.ReqContext) -> CacheHitSource:
-        """Return DISK for a chunk that was read from disk for this request, else HOST."""
-        return CacheHitSource.DISK if key in _wish(req_context).promoted else CacheHitSource.HOST
+        """Return DISK for a chunk that was read from disk for this request, P2P for one of another engine, else HOST."""
+        wish = _wish(req_context)
+        if wish.peer is not None and key in wish.peer.pulled:
+            return FROM_PEER
+        return CacheHitSource.DISK if key in wish.promoted else CacheHitSource.HOST
 
     # Transfers
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: base.ReqContext) -> SlotsSpec:
         """Return the slots of ready chunks, which keep their slots until `complete_load`."""
-        return SlotsSpec(self._tiering.begin_load(keys, _wish(req_context)))
+        with self._tiering.lock:
+            return SlotsSpec(self._tiering.begin_load(keys, _wish(req_context)))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: base.ReqContext) -> None:
         """Let chunks be evicted again after their load."""
-        self._tiering.end_load(keys)
+        with self._tiering.lock:
+            self._tiering.end_load(keys)
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: base.ReqContext
     ) -> base.PrepareStoreOutput | None:
         """Return the chunks that are not in memory yet and a slot for each, or None if there is no room for all."""
-        allocation = self._tiering.begin_store(keys)
+        with self._tiering.lock:
+            allocation = self._tiering.begin_store(keys)
         if allocation is None:
             return None
         stored, slots = allocation
@@ -100,22 +111,30 @@ class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: base.ReqContext, success: bool = True) -> None:
         """Make stored chunks loadable, or free their slots if the store failed."""
-        self._tiering.end_store(keys, success)
+        with self._tiering.lock:
+            self._tiering.end_store(keys, success)
 
     # Requests and steps
 
     def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
-        """Attach an empty `PromotionRequest` to the request, where `Tiering` notes the chunks that it needs."""
-        req_context.set_state(PromotionRequest())
+        """Attach a `PromotionRequest` to the request, where `Tiering` notes the chunks that it needs, and its source."""
+        wish = PromotionRequest()
+        peers = self._tiering.peers
+        given = None if peers is None else source_wish(req_context.kv_transfer_params)
+        if peers is not None and given is not None:
+            wish.peer = peers.wish(given)
+        req_context.set_state(wish)
         return base.RequestOffloadingContext()
 
     def on_request_finished(self, req_context: base.ReqContext) -> None:
         """End the request's waits for chunks."""
-        self._tiering.forget(_wish(req_context))
+        with self._tiering.lock:
+            self._tiering.forget(_wish(req_context))
 
     def on_schedule_end(self, context: base.ScheduleEndContext) -> None:
         """End the step: collect finished disk jobs and start new ones."""
-        self._tiering.end_step()
+        with self._tiering.lock:
+            self._tiering.end_step()
 
     def has_pending_work(self) -> bool:
         """Return whether the engine must step although no request runs."""
@@ -123,14 +142,17 @@ class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
 
     def reset_cache(self) -> None:
         """Forget all chunks; where vLLM reports flushes, read nothing from disk until `on_reset_flushed`."""
-        self._tiering.reset(hold=TELLS_FLUSHES)
+        with self._tiering.lock:
+            self._tiering.reset(hold=TELLS_FLUSHES)
 
     def on_reset_flushed(self) -> None:
         """Allow reads from disk again, because the workers are done with the slots that the reset freed."""
-        self._tiering.end_hold()
+        with self._tiering.lock:
+            self._tiering.end_hold()
 
     def shutdown(self) -> None:
         """Close the tiers and release their memory."""
+        # Without the lock, which the thread that lends may need for its last answer.
         self._tiering.close()
         self._release()
 
@@ -138,14 +160,15 @@ class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
 
     def take_events(self) -> Iterable[base.OffloadingEvent]:
         """Yield the events of all changes since the last call."""
-        for change in self._tiering.take_changes():
+        with self._tiering.lock:
+            changes, missed = self._tiering.take_changes(), self._tiering.take_missed()
+        for change in changes:
             if change.medium is Medium.CPU:
                 yield base.OffloadingEvent(change.keys, base.Medium.CPU, change.removed)
             else:
                 yield base.OffloadingEvent(
                     change.keys, base.Medium.STORAGE, change.removed, self._disk_locality, DISK_OWNER
                 )
-        missed = self._tiering.take_missed()
         if TAKES_METADATA_ONLY and missed:
             yield base.OffloadingEvent(missed, base.Medium.CPU, True, metadata_only=True)
 

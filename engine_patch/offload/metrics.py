@@ -5,7 +5,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvrouter.engine_patch.offload.peer.peer_miss import PeerMiss
+
 PREFIX = "vllm:kvrouter_offload_"
+
+# What happened to a chunk that did not come, by reason.
+PEER_MISSES = {
+    PeerMiss.ABSENT: "it does not hold, or evicted meanwhile",
+    PeerMiss.DEADLINE: "did not arrive in time",
+    PeerMiss.GONE: "could not come because no engine answers there, or it ended during the transfer",
+    PeerMiss.STALLED: "were not tried because an earlier transfer from there is overdue",
+    PeerMiss.LAYOUT: "do not fit: it has another model, other weights, another block size or another division among ranks",
+    PeerMiss.SEED: "it names otherwise, with another hash seed",
+    PeerMiss.RESETS: "may be of other weights: one of the two engines was reset more often",
+    PeerMiss.CHECKSUM: "arrived with other content, and were dropped",
+    PeerMiss.BUSY: "were not tried because too many sources are in use",
+    PeerMiss.NO_ROOM: "found no room in CPU memory here",
+    PeerMiss.FORBIDDEN: "may not be fetched from its address",
+    PeerMiss.PROTOCOL: "did not come because its messages were not understood",
+    PeerMiss.TRANSFER: "did not come because NIXL reported an error",
+}
 
 # The documentation of each metric by its name.
 GAUGES = {
@@ -28,6 +47,15 @@ COUNTERS = {
     f"{PREFIX}disk_corrupt": "Records on disk that were dropped because they are not what had been written.",
     f"{PREFIX}disk_evicted": "Chunks evicted from disk to stay within its bytes.",
     f"{PREFIX}resets": "Resets of the tiers.",
+    f"{PREFIX}peer_pulled": "Chunks fetched from another engine.",
+    f"{PREFIX}peer_lent": "Chunks lent to other engines.",
+    f"{PREFIX}peer_expired_loans": "Loans that another engine did not end itself.",
+    f"{PREFIX}peer_refused_readers": "Engines that were refused: their model, layout or seed differs, or their key is not listed.",
+    f"{PREFIX}peer_bad_messages": "Messages of other engines that were not understood.",
+    **{
+        f"{PREFIX}peer_miss_{miss.value}": f"Chunks that a request's source was to send and that {meaning}."
+        for miss, meaning in PEER_MISSES.items()
+    },
 }
 
 

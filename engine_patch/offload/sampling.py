@@ -6,6 +6,8 @@ from __future__ import annotations
 from kvrouter.engine_patch.offload.disk.reader import DiskReader
 from kvrouter.engine_patch.offload.disk.tier import DiskTier
 from kvrouter.engine_patch.offload.metrics import PREFIX, Sample
+from kvrouter.engine_patch.offload.peer.peer_miss import PeerMiss
+from kvrouter.engine_patch.offload.peer.peering import Peering
 from kvrouter.engine_patch.offload.tiers.cpu_tier import CpuTier
 from kvrouter.engine_patch.offload.tiers.tiering import Tiering
 
@@ -13,8 +15,10 @@ from kvrouter.engine_patch.offload.tiers.tiering import Tiering
 class Sampling:
     """A callable that returns a sample of the tiers' metrics."""
 
-    def __init__(self, tiering: Tiering, cpu: CpuTier, disk: DiskTier | DiskReader | None) -> None:
-        self._tiering, self._cpu, self._disk = tiering, cpu, disk
+    def __init__(
+        self, tiering: Tiering, cpu: CpuTier, disk: DiskTier | DiskReader | None, peering: Peering | None = None
+    ) -> None:
+        self._tiering, self._cpu, self._disk, self._peering = tiering, cpu, disk, peering
 
     def __call__(self) -> Sample:
         """Return the present values."""
@@ -43,6 +47,18 @@ class Sampling:
                 "disk_errors": disk.counters.errors,
                 "disk_corrupt": disk.counters.corrupt,
                 "disk_evicted": disk.counters.evicted,
+            }
+        peers = self._tiering.peers
+        if peers is not None:
+            counters |= {"peer_pulled": peers.pulled}
+            counters |= {f"peer_miss_{miss.value}": peers.misses[miss] for miss in PeerMiss}
+        if self._peering is not None:
+            lent = self._peering.counts
+            counters |= {
+                "peer_lent": lent.lent,
+                "peer_expired_loans": lent.expired_loans,
+                "peer_refused_readers": lent.refused_readers,
+                "peer_bad_messages": lent.bad_messages,
             }
         return Sample(
             {PREFIX + name: value for name, value in gauges.items()},

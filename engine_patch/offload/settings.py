@@ -13,6 +13,14 @@ DEFAULT_POLICY = "lru"
 DEFAULT_DISK_THREADS = 4
 MAX_DISK_THREADS = 64
 SHARED_MEMORY = "/dev/shm"
+DEFAULT_PEER_HOST = "127.0.0.1"
+# Chunks of 2,000 tokens of an 8 B model are 256 MB: 0.2 s at 10 Gbit/s.
+DEFAULT_PEER_TIMEOUT_S = 1.0
+# A shorter wait would end before the answer of a source that is busy with a step of its own.
+MIN_PEER_TIMEOUT_S = 0.05
+MAX_PEER_TIMEOUT_S = 60.0
+MAX_PORT = 65_535
+PEER_OPTIONS = ("peer_host", "peer_timeout_s", "peer_key_file", "peer_list_file")
 
 # Keys that vLLM's own connector reads (0.33 offloading/config.py, offloading/scheduler.py, v1/kv_offload/base.py).
 OF_VLLM = frozenset(
@@ -41,6 +49,13 @@ class TierSettings(msgspec.Struct, frozen=True):
     # Whether another engine writes the folder and this one only reads it.
     disk_read_only: bool = False
     shared_memory: Path = Path(SHARED_MEMORY)
+    # Where this engine lends its chunks to others; None: it neither lends nor fetches any.
+    peer_port: int | None = None
+    peer_host: str = DEFAULT_PEER_HOST
+    # How long a request waits for chunks of another engine, if it does not say it itself.
+    peer_timeout_s: float = DEFAULT_PEER_TIMEOUT_S
+    peer_key_file: str | None = None
+    peer_list_file: str | None = None
 
 
 def tier_settings(given: Mapping[str, Any]) -> TierSettings:
@@ -57,6 +72,8 @@ def tier_settings(given: Mapping[str, Any]) -> TierSettings:
         "disk_read_only",
         "disk_threads",
         "shared_memory_path",
+        "peer_port",
+        *PEER_OPTIONS,
     }
     if unknown_names := sorted(given.keys() - known_names - OF_VLLM):
         raise ValueError(
@@ -77,6 +94,10 @@ def tier_settings(given: Mapping[str, Any]) -> TierSettings:
         raise ValueError(
             "disk_bytes_to_use is set with disk_read_only: the budget is that of the engine that writes the folder"
         )
+    has_peers = given.get("peer_port") is not None
+    for name in PEER_OPTIONS:
+        if name in given and not has_peers:
+            raise ValueError(f"{name} is set without peer_port: set a port, or leave both out")
     return TierSettings(
         cpu_bytes=_number(given, "cpu_bytes_to_use", None),
         policy=str(given.get("eviction_policy", DEFAULT_POLICY)),
@@ -85,7 +106,26 @@ def tier_settings(given: Mapping[str, Any]) -> TierSettings:
         disk_read_only=read_only,
         disk_threads=_number(given, "disk_threads", DEFAULT_DISK_THREADS, MAX_DISK_THREADS),
         shared_memory=Path(str(given.get("shared_memory_path", SHARED_MEMORY))),
+        peer_port=_number(given, "peer_port", None, MAX_PORT) if has_peers else None,
+        peer_host=str(given.get("peer_host", DEFAULT_PEER_HOST)),
+        peer_timeout_s=_seconds(
+            given, "peer_timeout_s", DEFAULT_PEER_TIMEOUT_S, MIN_PEER_TIMEOUT_S, MAX_PEER_TIMEOUT_S
+        ),
+        peer_key_file=_text(given, "peer_key_file"),
+        peer_list_file=_text(given, "peer_list_file"),
     )
+
+
+def _text(given: Mapping[str, Any], name: str) -> str | None:
+    value = given.get(name)
+    return None if value is None else str(value)
+
+
+def _seconds(given: Mapping[str, Any], name: str, default: float, least: float, most: float) -> float:
+    value = given.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise ValueError(f"{name} is {value!r}; it must be a number of seconds from {least:g} to {most:g}")
+    return float(value)
 
 
 def _number(given: Mapping[str, Any], name: str, default: int | None, most: int | None = None) -> int:

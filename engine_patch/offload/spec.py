@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The class that vLLM's OffloadingConnector loads: an offload tier in CPU memory and, with `disk_path`, on disk.
 
+With `peer_port` it also fetches chunks from other engines and lends them its own.
+
     --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
         "spec_name": "HybridOffloadingSpec", "spec_module_path": "kvrouter.engine_patch.offload.spec",
         "cpu_bytes_to_use": 10000000000, "disk_path": "/var/cache/kv", "disk_bytes_to_use": 100000000000}}'
@@ -12,9 +14,11 @@ Source: vLLM 0.32 and 0.33 v1/kv_offload/base.py OffloadingSpec.
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.config import OffloadingConfig
 
@@ -26,9 +30,12 @@ from kvrouter.engine_patch.offload.memory.canonical import from_vllm
 from kvrouter.engine_patch.offload.memory.region import Region, padded, shared_path
 from kvrouter.engine_patch.offload.memory.slot_layout import SlotLayout
 from kvrouter.engine_patch.offload.metrics import COUNTERS, GAUGES
+from kvrouter.engine_patch.offload.peer.lender import PeerFacts
+from kvrouter.engine_patch.offload.peer.peering import Peering, Slots
 from kvrouter.engine_patch.offload.sampling import Sampling
 from kvrouter.engine_patch.offload.settings import tier_settings
 from kvrouter.engine_patch.offload.tiers.cpu_tier import CpuTier
+from kvrouter.engine_patch.offload.tiers.peer_tier import PeerTier
 from kvrouter.engine_patch.offload.tiers.policy import make_policy
 from kvrouter.engine_patch.offload.tiers.tiering import Tiering
 from kvrouter.engine_patch.offload.worker import HybridOffloadingWorker, make_copier
@@ -59,8 +66,9 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
                 f"cpu_bytes_to_use is {self._settings.cpu_bytes}, less than one chunk of {padded(self._chunk_bytes)} bytes "
                 f"({self.blocks_per_chunk} blocks, {self._ranks} ranks): raise it, or lower blocks_per_chunk"
             )
-        # The memory of the slots for the disk threads, which run in the scheduler's process.
-        self._disk_region: Region | None = None
+        # The memory of the slots for the threads of the disk and of the peers, which run in the scheduler's process.
+        self._shared_region: Region | None = None
+        self._peering: Peering | None = None
         self._manager: HybridOffloadingManager | None = None
         self._worker: HybridOffloadingWorker | None = None
 
@@ -92,9 +100,15 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
         if self._manager is None:
             cpu = CpuTier(self._num_slots, make_policy(self._settings.policy, self._num_slots))
             disk = self._make_disk()
-            tiering = Tiering(cpu, disk, announce=self.kv_events_config.enable_kv_cache_events)
+            peering = self._peering = self._make_peering()
+            peers = None
+            if peering is not None:
+                peers = PeerTier(peering.client, self._settings.peer_timeout_s, time.monotonic)
+            tiering = Tiering(cpu, disk, announce=self.kv_events_config.enable_kv_cache_events, peers=peers)
             shared = disk is not None and disk.shared
-            sampling = Sampling(tiering, cpu, disk)
+            if peering is not None:
+                peering.lend(tiering)
+            sampling = Sampling(tiering, cpu, disk, peering)
             self._manager = HybridOffloadingManager(tiering, sampling, self._release, shared, self._facts())
             log.info(
                 "kvrouter: %d chunks of %d bytes in CPU memory (%s)%s",
@@ -117,24 +131,51 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
         return self._worker
 
     def _release(self) -> None:
-        if self._disk_region is not None:
-            self._disk_region.close()
+        if self._peering is not None:
+            self._peering.stop_lending()
+        if self._shared_region is not None:
+            self._shared_region.close()
 
     def _region(self, rank: int | None) -> Region:
         """Return the memory of the slots.
 
-        `rank` is None in the scheduler's process, whose disk threads read and write the bytes of all ranks.
+        `rank` is None in the scheduler's process, whose threads read and write the bytes of all ranks.
         """
         settings = self._settings
-        shared = settings.disk_folder is not None or self._ranks > 1
+        shared = settings.disk_folder is not None or settings.peer_port is not None or self._ranks > 1
         path = shared_path(self.config.engine_id, settings.shared_memory) if shared else None
         return Region.create_or_open(path, self._num_slots, self._chunk_bytes, self._ranks, rank)
+
+    def _whole_region(self) -> Region:
+        """Return the memory of all ranks' slots, for threads of the scheduler's process."""
+        if self._shared_region is None:
+            self._shared_region = self._region(None)
+        return self._shared_region
+
+    def _make_peering(self) -> Peering | None:
+        settings = self._settings
+        if settings.peer_port is None:
+            return None
+        region = self._whole_region()
+        identity = self._identity()
+        slots = Slots(region.address, self._num_slots, region.slot_bytes, self._chunk_bytes, region.slot)
+        return Peering(
+            slots,
+            lambda: PeerFacts(identity.digest(), _hash_root()),
+            identity.checksum,
+            settings.peer_host,
+            # Each data-parallel rank is an engine of its own, as in vLLM's p2p tier.
+            settings.peer_port + self.config.parallel.data_parallel_index,
+            settings.peer_key_file,
+            settings.peer_list_file,
+            log,
+        )
 
     def _make_disk(self) -> DiskTier | DiskReader | None:
         settings = self._settings
         if settings.disk_folder is None:
             return None
-        region = self._disk_region = self._region(None)
+        region = self._whole_region()
         # Slots that wait for the disk cannot be evicted, so most slots must not wait: a quarter may wait for reads, and
         # a quarter for writes.
         max_queued = max(1, self._num_slots // 4)
@@ -173,6 +214,11 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
             ),
             extra=(("kv_cache_layout", str(config.kv_cache_layout)), ("model files", _files(config.model.name))),
         )
+
+
+def _hash_root() -> bytes:
+    """Return the first parent hash, which vLLM chooses after the tiers are made; empty until then."""
+    return bytes(getattr(kv_cache_utils, "NONE_HASH", b""))
 
 
 def _files(model: str) -> str:

@@ -17,13 +17,13 @@ from collections.abc import Callable
 
 import zmq
 
-from kvrouter.engine_patch.reporter.client_gate import ClientGate, ClientList
 from kvrouter.engine_patch.reporter.counters import CounterLog, Counters
 from kvrouter.engine_patch.reporter.event_queue import EventQueue, Make
 from kvrouter.engine_patch.reporter.ledger import Scope
 from kvrouter.engine_patch.reporter.report_stream import Frames, ReportStream
 from kvrouter.engine_patch.reporter.request_handler import RequestHandler
 from kvrouter.engine_patch.reporter.snapshots import Sent
+from kvrouter.engine_patch.setup.client_gate import ClientGate, ClientList
 from kvrouter.engine_patch.setup.settings import ReporterSettings
 from kvrouter.engine_patch.setup.throttled_log import ThrottledLog
 from kvrouter.events.patch.messages import DeclaredCatalog, Hello
@@ -136,7 +136,7 @@ class Reporter:
         )
         self._served_epoch = self._stream.epoch
         self._requests = RequestHandler(self._stream, self._hello, self._reply, settings, self.counters)
-        self._gate = None if clients is None else ClientGate(clients, self.counters, self._log)
+        self._gate = None if clients is None else ClientGate(clients, self._count_refused, self._log)
         if self._gate is not None:
             context = self._gate.context
         try:
@@ -149,6 +149,9 @@ class Reporter:
         self._next_beat_s = clock()
         self._thread = threading.Thread(target=self._run, daemon=True, name="kvrouter-reporter")
         self._thread.start()
+
+    def _count_refused(self) -> None:
+        self.counters.clients_refused += 1
 
     def _bind(
         self, context: zmq.Context[zmq.Socket[bytes]], requests: str, reports: str, curve_secret: bytes | None

@@ -53,7 +53,7 @@ def start_reporter(settings: PatchSettings, publisher: Any, features: Features, 
     zmq = importlib.import_module("zmq")
     reporting = importlib.import_module("kvrouter.engine_patch.reporter.reporter")
     curve = importlib.import_module("kvrouter.events.transport.curve")
-    gates = importlib.import_module("kvrouter.engine_patch.reporter.client_gate")
+    gates = importlib.import_module("kvrouter.engine_patch.setup.client_gate")
     endpoints = choose(
         configured or publisher._endpoint,
         bound_endpoint(publisher, zmq),

@@ -73,15 +73,20 @@ class Child:
     def generate(self, request: dict[str, Any]) -> dict[str, Any]:
         """Run one prompt alone.
 
-        The request's `tiers` lists the media that the prompt may load from; None allows all of them.
+        The request's `tiers` lists the media that the prompt may load from; None allows all of them. `source` is the
+        port of an engine on this machine from which missing chunks may be fetched, or None.
         """
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
         prompt = TokensPrompt(prompt_token_ids=request["token_ids"])
-        extra = None
+        transfer: dict[str, Any] = {}
         if request["tiers"] is not None:
-            extra = {"kv_transfer_params": {"kv_load_tiers": [{"medium": medium} for medium in request["tiers"]]}}
+            transfer["kv_load_tiers"] = [{"medium": medium} for medium in request["tiers"]]
+        if request.get("source") is not None:
+            source = {"kv_request_id": "any", "remote_host": "127.0.0.1", "remote_port": request["source"]}
+            transfer["remote_kv_source"] = source
+        extra = {"kv_transfer_params": transfer} if transfer else None
         params = SamplingParams(
             max_tokens=request["max_tokens"],
             temperature=0.0,

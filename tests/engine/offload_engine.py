@@ -114,15 +114,28 @@ class OffloadEngine(EngineProcess):
         """Call a method of `offload_child.Child`, and return its result."""
         return self._ask({"do": name, **arguments})
 
-    def run(self, token_ids: tuple[int, ...], max_tokens: int, tiers: list[str] | None = None) -> dict[str, Any]:
+    def run(
+        self, token_ids: tuple[int, ...], max_tokens: int, tiers: list[str] | None = None, source: int | None = None
+    ) -> dict[str, Any]:
         """Run one prompt until the engine rests.
 
         Args:
             token_ids: The prompt.
             max_tokens: How many tokens to generate.
             tiers: The media that the prompt may load from; None allows all of them.
+            source: The port at which another engine lends its chunks, or None.
         """
-        return dict(self.do("generate", token_ids=token_ids, max_tokens=max_tokens, tiers=tiers))
+        return dict(self.do("generate", token_ids=token_ids, max_tokens=max_tokens, tiers=tiers, source=source))
+
+    def pause(self) -> None:
+        """Stop the process until `resume`, so that it answers nothing."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a paused process go on."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """Kill the process, so that it finishes and reports nothing, as on a machine that fails."""

@@ -41,6 +41,8 @@ SGLANG = [
     *("orjson==3.13.0", "ipython==9.18.1", "traitlets==5.16.1", "gguf==0.19.0", "soundfile==0.13.1"),
 ]
 SGLANG_TESTS = "tests/sglang"
+# Copies chunks between engines. Without its requirements, which are for CUDA, it works on the CPU.
+NIXL = ["nixl-cu12==1.5.1"]
 # torch is installed by itself, as `TORCH`. No text model needs the others, and they have no CPU builds.
 LEFT_OUT = re.compile(r"^(torch|torchaudio|torchvision|torchcodec)\b")
 TESTING = ["pytest>=8.3,<10", "pytest-xdist>=3.6,<4", "hypothesis>=6.100,<7", "httpx>=0.27,<1"]
@@ -107,15 +109,15 @@ def engine_python() -> Path:
     return folder / "bin" / "python"
 
 
-def sglang_folder(python: Path) -> Path:
-    """Return the folder of SGLang's packages for the engine venv, filled if it is missing (250 MB, half a minute)."""
-    key = hashlib.sha256("\n".join([venv_key(), *SGLANG]).encode()).hexdigest()[:16]
-    folder = cache_folder() / f"sglang-{key}"
+def packages_folder(python: Path, name: str, packages: list[str]) -> Path:
+    """Return a folder of packages for the engine venv, filled if it is missing (some 300 MB, half a minute)."""
+    key = hashlib.sha256("\n".join([venv_key(), *packages]).encode()).hexdigest()[:16]
+    folder = cache_folder() / f"{name}-{key}"
     with (cache_folder() / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "complete").exists():
             shutil.rmtree(folder, ignore_errors=True)
-            pip(python, "install", "--no-deps", "--target", str(folder), *SGLANG)
+            pip(python, "install", "--no-deps", "--target", str(folder), *packages)
             (folder / "complete").touch()
     return folder
 
@@ -139,7 +141,8 @@ def install_projects(python: Path) -> None:
 
 def main() -> int:
     python = engine_python()
-    sglang = sglang_folder(python)
+    sglang = packages_folder(python, "sglang", SGLANG)
+    nixl = packages_folder(python, "nixl", NIXL)
     if sys.argv[1:] == ["--install"]:
         # The tests would fetch them one after the other.
         return subprocess.run([python, "-m", "tests.engine.versions"], cwd=ROOT, check=False).returncode
@@ -154,13 +157,13 @@ def main() -> int:
     vllm_command = [*options, *of_vllm] if paths else [*PARALLEL, *options, *of_vllm]
     sglang_packages = [SITE, ROOT / SGLANG_TESTS / "stubs", sglang]
     if not of_sglang:
-        return started(python, [SITE], vllm_command).wait()
+        return started(python, [SITE, nixl], vllm_command).wait()
     if not of_vllm:
         return started(python, sglang_packages, [*options, *of_sglang]).wait()
     # Beside vLLM's tests, as both often wait.
     with tempfile.TemporaryFile() as output:
         beside = started(python, sglang_packages, [*options, *of_sglang], output)
-        failed = started(python, [SITE], vllm_command).wait()
+        failed = started(python, [SITE, nixl], vllm_command).wait()
         failed = beside.wait() or failed
         output.seek(0)
         shutil.copyfileobj(output, sys.stdout.buffer)

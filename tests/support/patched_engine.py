@@ -10,8 +10,8 @@ from typing import Any
 
 import zmq
 
-from kvrouter.engine_patch.reporter.client_gate import ClientList
 from kvrouter.engine_patch.reporter.reporter import Reporter
+from kvrouter.engine_patch.setup.client_gate import ClientList
 from kvrouter.engine_patch.setup.settings import ReporterSettings
 from kvrouter.events.patch.messages import (
     DeclaredCatalog,

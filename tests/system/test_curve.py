@@ -18,8 +18,8 @@ import msgspec
 import pytest
 import zmq
 
-from kvrouter.engine_patch.reporter.client_gate import ClientList
 from kvrouter.engine_patch.reporter.reporter_start import start_reporter
+from kvrouter.engine_patch.setup.client_gate import ClientList
 from kvrouter.engine_patch.setup.features import Features
 from kvrouter.engine_patch.setup.settings import from_environment
 from kvrouter.events.patch.messages import REPORT_TOPIC, HelloRequest, reports_endpoint, requests_endpoint

@@ -35,6 +35,15 @@ def test_only_an_own_disk_has_a_budget() -> None:
     assert not tier_settings(DISK | {"disk_bytes_to_use": 5, "disk_read_only": False}).disk_read_only
 
 
+def test_a_port_opens_the_peer_tier() -> None:
+    assert tier_settings(CPU).peer_port is None
+    given = tier_settings(
+        CPU | {"peer_port": 5710, "peer_host": "10.0.0.1", "peer_timeout_s": 2, "peer_key_file": "/k"}
+    )
+    assert (given.peer_port, given.peer_host, given.peer_timeout_s) == (5710, "10.0.0.1", 2.0)
+    assert (given.peer_key_file, given.peer_list_file) == ("/k", None)
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -49,6 +58,10 @@ def test_only_an_own_disk_has_a_budget() -> None:
         ({"cpu_bytes_to_use": "much"}, "'much', which is no whole number"),
         ({"cpu_bytes_to_use": 0}, "must be at least 1"),
         (DISK | {"disk_bytes_to_use": 1, "disk_threads": 65}, "at least 1 and at most 64"),
+        (CPU | {"peer_host": "10.0.0.1"}, "peer_host is set without peer_port"),
+        (CPU | {"peer_port": 70_000}, "at least 1 and at most 65535"),
+        (CPU | {"peer_port": 1, "peer_timeout_s": 0}, "peer_timeout_s is 0; .* from 0.05 to 60"),
+        (CPU | {"peer_port": 1, "peer_timeout_s": True}, "a number of seconds"),
     ],
 )
 def test_errors_name_the_key_and_what_it_should_be(given: dict[str, Any], said: str) -> None:

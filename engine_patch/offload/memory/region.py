@@ -151,6 +151,11 @@ class Region:
             raise
         return cls(memory, num_slots, rank_bytes, num_ranks, rank, path, file)
 
+    @property
+    def address(self) -> int:
+        """The address of the first slot in this process. Raises ValueError after `close`."""
+        return int(self._whole().data_ptr())
+
     def slot(self, number: int) -> memoryview:
         """Return the slot's bytes of all ranks with its padding, (slot_bytes,), without a copy.
 

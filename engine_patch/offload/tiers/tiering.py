@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The books of both tiers and the moves between them: GPU to CPU, CPU to disk and back, for any number of groups.
+"""The books of the tiers and the moves between them: GPU to CPU, CPU to disk and back, for any number of groups.
 
-Pure except for the disk. The engine stores a chunk into a CPU slot; when it has arrived it is also written to disk, as
-far as the disk keeps up. When a request needs a chunk that only the disk holds, the chunk is read into a slot first,
-and the request waits for that.
+Pure except for the disk and the peers. The engine stores a chunk into a CPU slot; when it has arrived it is also written
+to disk, as far as the disk keeps up. When a request needs a chunk that only the disk holds, or the engine that the
+request names as its source, the chunk is read into a slot first, and the request waits for that.
 
 Invariants: a chunk is announced as stored in a tier when it can be read there, and as removed before its room is given
 to another chunk. No chunk leaves a tier without such an announcement. The chunks that one waiting request needs are not
@@ -12,13 +12,17 @@ evicted for another.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
 
 from kvrouter.engine_patch.offload.key import OffloadKey
+from kvrouter.engine_patch.offload.peer.lender import NO_SLOT
 from kvrouter.engine_patch.offload.tiers.cpu_tier import ChunkState, CpuTier
+from kvrouter.engine_patch.offload.tiers.peer_tier import PeerTier
+from kvrouter.engine_patch.offload.tiers.peer_wish import PeerWish
 
 # vLLM looks up a request that waits for the disk in each step that has room for one more. After this many steps without
 # a look-up, others may use the request's room.
@@ -32,6 +36,8 @@ class LookupAnswer(Enum):
     # The chunk is being read; look it up again.
     SOON = 1
     YES = 2
+    # Nobody knows yet whether the chunk can be had; look it up again.
+    UNKNOWN = 3
 
 
 class Medium(Enum):
@@ -161,20 +167,29 @@ class PromotionRequest:
     promoted: set[OffloadKey] = field(default_factory=set)
     # All chunks that the request ever had to wait for.
     awaited: set[OffloadKey] = field(default_factory=set)
+    # The chunks of the engine that the request names as its source; None if it names none.
+    peer: PeerWish | None = None
 
 
 class Tiering:
-    """The tiers of one engine, used in its scheduler's thread."""
+    """The tiers of one engine, used in its scheduler's thread.
 
-    def __init__(self, cpu: CpuTier, disk: Disk | None, announce: bool = True) -> None:
+    Another thread lends chunks to other engines by `readable`, `lend` and `take_back`. Both threads hold `lock` while they
+    use the CPU tier; the scheduler's thread takes it in `manager.py`.
+    """
+
+    def __init__(self, cpu: CpuTier, disk: Disk | None, announce: bool = True, peers: PeerTier | None = None) -> None:
         """Open the disk.
 
         Args:
             cpu: The CPU tier.
             disk: The disk tier, or None without one.
             announce: Whether the caller takes the changes; otherwise none are kept.
+            peers: The peer tier, or None without one.
         """
         self.counts = Counts()
+        self.lock = threading.Lock()
+        self.peers = peers
         self._cpu = cpu
         self._disk = disk
         self._announce = announce
@@ -184,6 +199,8 @@ class Tiering:
         # Chunks that are being read from disk, and written to it, by slot.
         self._reads: dict[int, OffloadKey] = {}
         self._writes: dict[int, OffloadKey] = {}
+        # Chunks that are being fetched from other engines, by slot.
+        self._pulls: dict[int, OffloadKey] = {}
         # Slots of jobs from before a reset, which the disk's threads still use.
         self._outdated: set[int] = set()
         # Chunks that were reported as pending or began to be stored, and did not arrive.
@@ -209,9 +226,19 @@ class Tiering:
             wish.missing.clear()
         state = self._cpu.state(key)
         if state is ChunkState.ABSENT:
-            if self._disk is None or self._held or not disk or key in wish.refused or not self._disk.holds(key):
+            if self._held or key in wish.refused:
                 return LookupAnswer.NO
+            if not (disk and self._on_disk(key)):
+                is_held = self._at_peer(key, wish)
+                if is_held is None:
+                    wish.waits = True
+                    self._waiting[id(wish)] = wish
+                    return LookupAnswer.UNKNOWN
+                if not is_held:
+                    return LookupAnswer.NO
             wish.missing.append(key)
+        elif state is ChunkState.WRITING and self.peers is not None and self.peers.is_overdue(key, wish.peer):
+            return LookupAnswer.NO
         wish.needed.add(key)
         if state is ChunkState.READY:
             return LookupAnswer.YES
@@ -266,6 +293,8 @@ class Tiering:
         self._waiting.pop(id(wish), None)
         self._miss(wish.awaited)
         wish.awaited.clear()
+        if self.peers is not None and wish.peer is not None:
+            self.peers.forget(wish.peer)
 
     # Scheduler steps, and the results that a step collects
 
@@ -279,12 +308,20 @@ class Tiering:
         protected = self._protected()
         for wish in [wish for wish in self._waiting.values() if wish.step == self._step]:
             self._promote(wish, protected)
+            if self.peers is not None and wish.peer is not None:
+                self.peers.query(wish.peer)
         self._step += 1
 
     @property
     def busy(self) -> bool:
         """Whether there is work or a report although no request runs."""
-        return bool(self._changes or self._reads or self._writes or (self._disk is not None and self._disk.pending))
+        return bool(
+            self._changes
+            or self._reads
+            or self._writes
+            or (self._disk is not None and self._disk.pending)
+            or (self.peers is not None and self.peers.busy)
+        )
 
     def take_changes(self) -> list[TierChange]:
         """Return the changes since the last call, in order."""
@@ -316,9 +353,12 @@ class Tiering:
         # The engine drops its own notes about pending chunks at a reset.
         self._missed.clear()
         self._collect()
-        self._outdated |= self._reads.keys() | self._writes.keys()
+        self._outdated |= self._reads.keys() | self._writes.keys() | self._pulls.keys()
         self._reads.clear()
         self._writes.clear()
+        self._pulls.clear()
+        if self.peers is not None:
+            self.peers.clear()
         self._say(Medium.CPU, True, self._cpu.clear(self._outdated))
         if self._disk is not None:
             self._disk.clear()
@@ -333,10 +373,53 @@ class Tiering:
 
     def close(self) -> None:
         """Close the disk."""
+        if self.peers is not None:
+            self.peers.close()
         if self._disk is not None:
             self._disk.close()
 
+    # Loans to other engines, for the thread that lends; each call takes the lock
+
+    @property
+    def num_resets(self) -> int:
+        """How often the tiers were reset."""
+        return self.counts.resets
+
+    def readable(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """Return for each chunk whether it is ready in CPU memory."""
+        with self.lock:
+            return [self._cpu.state(key) is ChunkState.READY for key in keys]
+
+    def lend(self, keys: Sequence[OffloadKey], num_resets: int) -> list[int]:
+        """Pin the chunks that are ready in CPU memory, and return for each its slot, or NO_SLOT.
+
+        Nothing is lent if the tiers were not reset exactly `num_resets` times.
+        """
+        with self.lock:
+            if num_resets != self.counts.resets:
+                return [NO_SLOT] * len(keys)
+            ready = [key for key in keys if self._cpu.state(key) is ChunkState.READY]
+            self._touch(ready)
+            self._cpu.pin(ready)
+            ready_keys = set(ready)
+            return [self._cpu.slot(key) if key in ready_keys else NO_SLOT for key in keys]
+
+    def take_back(self, keys: Sequence[OffloadKey], num_resets: int) -> None:
+        """Unpin chunks that were lent when the tiers had been reset `num_resets` times; a reset ends all pins."""
+        with self.lock:
+            if num_resets == self.counts.resets:
+                self._cpu.unpin(keys)
+
     # Internals
+
+    def _on_disk(self, key: OffloadKey) -> bool:
+        return self._disk is not None and self._disk.holds(key)
+
+    def _at_peer(self, key: OffloadKey, wish: PromotionRequest) -> bool | None:
+        """Return whether the request's source holds a chunk; None while that is not known yet."""
+        if self.peers is None or wish.peer is None:
+            return False
+        return self.peers.is_held(key, wish.peer)
 
     def _say(self, medium: Medium, removed: bool, keys: Sequence[OffloadKey]) -> None:
         if not keys or not self._announce:
@@ -384,25 +467,46 @@ class Tiering:
             self.counts.writes_skipped += 1
 
     def _promote(self, wish: PromotionRequest, protected: frozenset[OffloadKey]) -> None:
-        if self._disk is None or self._held:
+        """Begin to read the chunks that a request misses, from disk or from its source."""
+        if self._held:
             return
+        pulled: list[OffloadKey] = []
+        slots: list[int] = []
         for i, key in enumerate(wish.missing):
-            if self._cpu.state(key) is not ChunkState.ABSENT or not self._disk.holds(key):
+            if self._cpu.state(key) is not ChunkState.ABSENT:
                 continue
-            slots = self._allocate([key], protected)
-            if slots is None:
-                refused = [key for key in wish.missing[i:] if self._cpu.state(key) is ChunkState.ABSENT]
-                wish.refused.update(refused)
-                self.counts.promotions_refused += len(refused)
-                return
-            if not self._disk.read(key, slots[0]):
+            on_disk = self._on_disk(key)
+            if not on_disk and not self._at_peer(key, wish):
+                continue
+            allocated = self._allocate([key], protected)
+            if allocated is None:
+                self._refuse(wish, [key for key in wish.missing[i:] if self._cpu.state(key) is ChunkState.ABSENT])
+                break
+            if not on_disk:
+                pulled.append(key)
+                slots += allocated
+                continue
+            assert self._disk is not None
+            if not self._disk.read(key, allocated[0]):
                 # The disk's queue is full; the chunk is requested again in the next step.
                 self._cpu.abandon(key)
-                return
-            self._reads[slots[0]] = key
+                break
+            self._reads[allocated[0]] = key
             wish.promoted.add(key)
+        if pulled:
+            assert self.peers is not None and wish.peer is not None
+            self._pulls.update(zip(slots, pulled, strict=True))
+            self.peers.pull(wish.peer, pulled, slots)
+
+    def _refuse(self, wish: PromotionRequest, keys: Sequence[OffloadKey]) -> None:
+        """Let a request continue without chunks for which there is no room."""
+        wish.refused.update(keys)
+        self.counts.promotions_refused += sum(map(self._on_disk, keys))
+        if self.peers is not None and wish.peer is not None:
+            self.peers.no_room(wish.peer, [key for key in keys if not self._on_disk(key)])
 
     def _collect(self) -> None:
+        self._collect_pulls()
         if self._disk is None:
             return
         for finished in self._disk.poll():
@@ -421,3 +525,18 @@ class Tiering:
                     self._cpu.abandon(key)
         for stored, key in self._disk.take_changes():
             self._say(Medium.STORAGE, not stored, [key])
+
+    def _collect_pulls(self) -> None:
+        if self.peers is None:
+            return
+        for arrival in self.peers.poll():
+            if arrival.slot in self._outdated:
+                self._outdated.discard(arrival.slot)
+                self._cpu.release(arrival.slot)
+                continue
+            key = self._pulls.pop(arrival.slot)
+            if arrival.ok:
+                self._arrived([key])
+                self._write_behind(key)
+            else:
+                self._cpu.abandon(key)

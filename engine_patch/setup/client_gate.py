@@ -9,12 +9,12 @@ completes without a reply.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import zmq
 from zmq.utils import z85
 
-from kvrouter.engine_patch.reporter.counters import Counters
 from kvrouter.engine_patch.setup.throttled_log import ThrottledLog
 from kvrouter.events.transport.curve import KEY
 
@@ -36,7 +36,7 @@ class ClientList:
 
     def __init__(self, file: str) -> None:
         """Read the file. Raise ValueError with the file's name and the fix if it cannot be used."""
-        self._file = Path(file)
+        self.file = Path(file)
         self._stamp, self._keys = self._read()
 
     def admits(self, key: bytes) -> bool:
@@ -53,19 +53,19 @@ class ClientList:
         return None
 
     def _seen(self) -> tuple[int, ...]:
-        status = self._file.stat()
+        status = self.file.stat()
         return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
     def _read(self) -> tuple[tuple[int, ...], frozenset[bytes]]:
         try:
             stamp = self._seen()
             if stamp[2] > MAX_FILE_BYTES:
-                raise ValueError(f"{self._file} has {stamp[2]} bytes; at most {MAX_FILE_BYTES} are read")
-            text = self._file.read_text(encoding="ascii")
+                raise ValueError(f"{self.file} has {stamp[2]} bytes; at most {MAX_FILE_BYTES} are read")
+            text = self.file.read_text(encoding="ascii")
         except UnicodeDecodeError:
-            raise ValueError(f"{self._file} is not ASCII; write public keys in Z85, one a line") from None
+            raise ValueError(f"{self.file} is not ASCII; write public keys in Z85, one a line") from None
         except OSError as error:
-            raise ValueError(f"cannot read {self._file}: {error.strerror}; name a readable file") from None
+            raise ValueError(f"cannot read {self.file}: {error.strerror}; name a readable file") from None
         keys = set()
         for number, line in enumerate(text.splitlines(), 1):
             word = line.split(maxsplit=1)[0].encode() if line.strip() else b""
@@ -73,7 +73,7 @@ class ClientList:
             if KEY.fullmatch(word):
                 keys.add(word)
             elif word and not line.lstrip().startswith(COMMENT):
-                raise ValueError(f"{self._file} line {number} has no public key: write its 40 characters in Z85")
+                raise ValueError(f"{self.file} line {number} has no public key: write its 40 characters in Z85")
         return stamp, frozenset(keys)
 
 
@@ -83,9 +83,10 @@ class ClientGate:
     The context belongs to the gate alone, because another handler may be in the engine's.
     """
 
-    def __init__(self, clients: ClientList, counters: Counters, log: ThrottledLog) -> None:
+    def __init__(self, clients: ClientList, refused: Callable[[], None], log: ThrottledLog) -> None:
+        """Start the thread; it calls `refused` for each client that the list does not have."""
         self._clients = clients
-        self._counters = counters
+        self._refused = refused
         self._log = log
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self.context.socket(zmq.REP)
@@ -125,10 +126,11 @@ class ClientGate:
         key = z85.encode(frames[6])
         if self._clients.admits(key):
             return ADMITTED
-        self._counters.clients_refused += 1
+        self._refused()
         self._log.warning(
             "client refused",
-            "a client was refused: the file of KVROUTER_PATCH_CURVE_CLIENTS does not list its public key",
+            "a client was refused, because the file of public keys does not list its key",
+            file=self._clients.file,
             address=frames[3].decode("ascii", "replace"),
             key=key.decode(),
         )

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The source's side: answers to readers, and the loans that keep their chunks in place. Pure: no socket, no clock.
+
+A chunk that is lent keeps its slot until its reader returns it or its loan ends. A reader that reads after the end of
+its loan may find another chunk's content, which its checksum reveals.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from kvrouter.engine_patch.offload.key import OffloadKey
+from kvrouter.engine_patch.offload.peer.peer_miss import PeerMiss
+from kvrouter.engine_patch.offload.peer.peer_wire import (
+    MAX_KEYS,
+    MAX_LOAN_S,
+    VERSION,
+    Borrow,
+    Hello,
+    Lent,
+    Present,
+    Probe,
+    Refused,
+    Return,
+    ToReader,
+    ToSource,
+    Unknown,
+    Welcome,
+)
+
+# Readers that are remembered; the one that was silent longest is forgotten first, and says hello again.
+MAX_READERS = 1_024
+# A slot number that stands for none.
+NO_SLOT = -1
+
+
+class PeerFacts(NamedTuple):
+    """The facts that both engines must share."""
+
+    # The digest of the model, its layout and the naming of blocks.
+    identity: bytes
+    # The first parent hash; empty while the engine has not chosen it yet.
+    hash_root: bytes
+
+    def differs(self, hello: Hello) -> tuple[PeerMiss, str] | None:
+        """Return the first difference to a reader's facts, with a sentence, or None if there is none."""
+        if hello.version != VERSION:
+            return PeerMiss.PROTOCOL, f"the source speaks version {VERSION} of the peer protocol, not {hello.version}"
+        if hello.identity != self.identity:
+            return PeerMiss.LAYOUT, "the source has another model, block size, cache layout or division among ranks"
+        if hello.hash_root != self.hash_root:
+            return PeerMiss.SEED, "the source hashes blocks with another seed: start both with one PYTHONHASHSEED"
+        return None
+
+
+class Lendable(Protocol):
+    """The tiers, as the thread that lends uses them."""
+
+    @property
+    def num_resets(self) -> int:
+        """How often the tiers were reset."""
+        ...
+
+    def readable(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """Return for each chunk whether it can be read now."""
+        ...
+
+    def lend(self, keys: Sequence[OffloadKey], num_resets: int) -> list[int]:
+        """Pin the chunks that can be read, and return for each its slot, or NO_SLOT.
+
+        Nothing is lent if the tiers were not reset exactly `num_resets` times.
+        """
+        ...
+
+    def take_back(self, keys: Sequence[OffloadKey], num_resets: int) -> None:
+        """Unpin chunks that were lent when the tiers had been reset `num_resets` times."""
+        ...
+
+
+@dataclass(slots=True)
+class LenderCounts:
+    """Counts since the start, in chunks unless noted."""
+
+    lent: int = 0
+    # Loans that ended without a word of their reader.
+    expired_loans: int = 0
+    # Messages that were not understood, or that belong to no reader.
+    bad_messages: int = 0
+    # Readers whose facts differ, or whose public keys are not listed.
+    refused_readers: int = 0
+
+
+class _Loan(NamedTuple):
+    keys: list[OffloadKey]
+    num_resets: int
+    until_s: float
+
+
+class Lender:
+    """The books of one source."""
+
+    def __init__(
+        self,
+        tiers: Lendable,
+        facts: Callable[[], PeerFacts],
+        welcome: Welcome,
+        checksum: Callable[[OffloadKey, int], int],
+        max_lent_chunks: int,
+    ) -> None:
+        """Start without readers.
+
+        Args:
+            tiers: The tiers whose chunks are lent.
+            facts: Returns the facts of this engine.
+            welcome: The answer to a reader whose facts are the same.
+            checksum: Returns the checksum of a key and the content of its slot.
+            max_lent_chunks: How many chunks may be lent at once, because they cannot be evicted meanwhile.
+        """
+        self.counts = LenderCounts()
+        self._tiers = tiers
+        self._facts = facts
+        self._welcome = welcome
+        self._checksum = checksum
+        self._max_lent_chunks = max_lent_chunks
+        self._lent_chunks = 0
+        self._readers: OrderedDict[bytes, None] = OrderedDict()
+        self._loans: dict[tuple[bytes, int], _Loan] = {}
+
+    @property
+    def lent_chunks(self) -> int:
+        """Chunks that are lent now."""
+        return self._lent_chunks
+
+    def answer(self, reader: bytes, message: ToSource, now_s: float) -> ToReader | None:
+        """Return the answer to a reader's message, or None if it needs none.
+
+        Args:
+            reader: The reader's connection.
+            message: The message.
+            now_s: The present time.
+        """
+        if isinstance(message, Hello):
+            return self._hello(reader, message)
+        if isinstance(message, Return):
+            self._end((reader, message.number))
+            return None
+        if reader not in self._readers:
+            return Unknown(message.number)
+        self._readers.move_to_end(reader)
+        if len(message.keys) > MAX_KEYS:
+            self.counts.bad_messages += 1
+            return Refused(PeerMiss.PROTOCOL.value, f"at most {MAX_KEYS} chunks can be named in one message")
+        keys = [OffloadKey(key) for key in message.keys]
+        if isinstance(message, Probe):
+            if message.resets != self._tiers.num_resets:
+                return Present(message.number, bytes(len(keys)), PeerMiss.RESETS.value)
+            return Present(message.number, bytes(self._tiers.readable(keys)))
+        return self._lend(reader, message, keys, now_s)
+
+    def expire(self, now_s: float) -> None:
+        """End the loans whose time is over."""
+        for name in [name for name, loan in self._loans.items() if loan.until_s <= now_s]:
+            self.counts.expired_loans += 1
+            self._end(name)
+
+    def next_end_s(self) -> float | None:
+        """Return when the next loan ends, or None without loans."""
+        return min((loan.until_s for loan in self._loans.values()), default=None)
+
+    def close(self) -> None:
+        """End all loans."""
+        for name in list(self._loans):
+            self._end(name)
+
+    def _hello(self, reader: bytes, hello: Hello) -> ToReader:
+        difference = self._facts().differs(hello)
+        if difference is not None:
+            self.counts.refused_readers += 1
+            self._readers.pop(reader, None)
+            return Refused(difference[0].value, difference[1])
+        self._readers[reader] = None
+        self._readers.move_to_end(reader)
+        while len(self._readers) > MAX_READERS:
+            self._readers.popitem(last=False)
+        return self._welcome
+
+    def _lend(self, reader: bytes, message: Borrow, keys: list[OffloadKey], now_s: float) -> ToReader:
+        none = Lent(message.number, [NO_SLOT] * len(keys), [0] * len(keys))
+        if (reader, message.number) in self._loans:
+            return none
+        room = self._max_lent_chunks - self._lent_chunks
+        slots = self._tiers.lend(keys[: max(room, 0)], message.resets)
+        slots += [NO_SLOT] * (len(keys) - len(slots))
+        lent_keys = [key for key, slot in zip(keys, slots, strict=True) if slot != NO_SLOT]
+        if not lent_keys:
+            return none
+        self._loans[reader, message.number] = _Loan(
+            lent_keys, message.resets, now_s + min(max(message.loan_s, 0.0), MAX_LOAN_S)
+        )
+        self._lent_chunks += len(lent_keys)
+        self.counts.lent += len(lent_keys)
+        sums = [0 if slot == NO_SLOT else self._checksum(key, slot) for key, slot in zip(keys, slots, strict=True)]
+        return Lent(message.number, slots, sums)
+
+    def _end(self, name: tuple[bytes, int]) -> None:
+        loan = self._loans.pop(name, None)
+        if loan is not None:
+            self._lent_chunks -= len(loan.keys)
+            self._tiers.take_back(loan.keys, loan.num_resets)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engines may exchange chunks, and how their control sockets are encrypted.
+
+With CURVE, a file lists the public keys of all engines, each with its address: only they may read from this engine, and
+only they are read from. Without it, engines exchange chunks within one machine alone.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+
+import zmq
+
+from kvrouter.engine_patch.offload.peer.peer_source import PeerSource
+from kvrouter.engine_patch.setup.client_gate import ClientList
+from kvrouter.events.transport.curve import KEY, CurveClient, read_secret
+
+LOCAL_NAMES = frozenset({"localhost"})
+
+
+class PeerAccess:
+    """The keys of this engine and those of its peers."""
+
+    def __init__(self, host: str, key_file: str | None, list_file: str | None) -> None:
+        """Read the files.
+
+        Args:
+            host: The address at which this engine lends.
+            key_file: The file with this engine's secret key; None: no encryption.
+            list_file: The file that lists the public keys and addresses of the engines.
+
+        Raises:
+            ValueError: A file cannot be used, one of the two is missing, or `host` is not on this machine and there are
+                no keys.
+        """
+        if (key_file is None) is not (list_file is None):
+            raise ValueError("peer_key_file and peer_list_file belong together: set both, or neither")
+        if key_file is None and not is_local(host):
+            raise ValueError(
+                f"peer_host is {host}, which other machines can reach: set peer_key_file and peer_list_file, or use "
+                "127.0.0.1"
+            )
+        self.secret = None if key_file is None else read_secret(key_file)
+        self.clients = None if list_file is None else ClientList(list_file)
+        self._list_file = None if list_file is None else Path(list_file)
+
+    def may_read(self, source: PeerSource) -> bool:
+        """Return whether chunks may be fetched from an address."""
+        return is_local(source.host) if self._list_file is None else self._public_key(source) is not None
+
+    def protect_server(self, socket: zmq.Socket[bytes]) -> None:
+        """Set the keys on the socket that lends, before it binds."""
+        if self.secret is not None:
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
+
+    def protect_client(self, socket: zmq.Socket[bytes], source: PeerSource) -> None:
+        """Set the keys on a socket that reads, before it connects; `may_read` must be true."""
+        if self._list_file is not None:
+            public_key = self._public_key(source)
+            assert public_key is not None
+            CurveClient(public_key, self.secret).apply(socket)
+
+    def _public_key(self, source: PeerSource) -> str | None:
+        """Return the public key that the list has for an address; the file may have changed since the last call."""
+        assert self._list_file is not None
+        try:
+            lines = self._list_file.read_text(encoding="ascii").splitlines()
+        except (OSError, UnicodeDecodeError):
+            return None
+        for line in lines:
+            words = line.split()
+            if len(words) > 1 and words[1] == str(source) and KEY.fullmatch(words[0].encode()):
+                return words[0]
+        return None
+
+
+def is_local(host: str) -> bool:
+    """Return whether an address or a name surely belongs to this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host in LOCAL_NAMES

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The thread that fetches chunks from other engines: one `PeerLink` for each source.
+
+The scheduler's thread hands over jobs and collects outcomes, and never waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import zmq
+
+from kvrouter.engine_patch.offload.peer.data_plane import DataPlane
+from kvrouter.engine_patch.offload.peer.lender import PeerFacts
+from kvrouter.engine_patch.offload.peer.peer_access import PeerAccess
+from kvrouter.engine_patch.offload.peer.peer_link import Memory, Outcome, PeerLink, Probed, ProbeJob, Pulled, PullJob
+from kvrouter.engine_patch.offload.peer.peer_miss import PeerMiss
+from kvrouter.engine_patch.offload.peer.peer_source import PeerSource
+from kvrouter.engine_patch.offload.peer.peer_wire import MAX_MESSAGE_BYTES, ToSource, encode, read_by_reader
+from kvrouter.engine_patch.setup.throttled_log import ThrottledLog
+
+# Transfers are polled this often; ZMQ wakes the thread for everything else.
+TRANSFER_POLL_MS = 1
+# The longest sleep, after which idle links are looked at.
+IDLE_POLL_MS = 1_000
+# A link without work is closed after this time.
+IDLE_S = 300.0
+# A source costs a socket, and NIXL's connection. Further sources wait until a link is idle.
+MAX_LINKS = 128
+# An overdue job is ended so much after its deadline at most, because ZMQ counts whole milliseconds.
+MIN_WAIT_MS = 1
+WAKE = "inproc://wake"
+
+
+class _Job(NamedTuple):
+    source: PeerSource
+    work: ProbeJob | PullJob
+
+
+class _Open:
+    """A link with its socket."""
+
+    def __init__(self, link: PeerLink, socket: zmq.Socket[bytes]) -> None:
+        self.link = link
+        self.socket = socket
+        self.used_s = 0.0
+
+
+class PeerClient:
+    """The links to all sources, and their thread."""
+
+    def __init__(
+        self,
+        plane: DataPlane,
+        memory: Memory,
+        facts: Callable[[], PeerFacts],
+        access: PeerAccess,
+        clock: Callable[[], float],
+        log: ThrottledLog,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            plane: Copies the data; used by the thread alone from here on.
+            memory: The slots of this engine.
+            facts: Returns the facts of this engine.
+            access: Which sources may be used.
+            clock: Returns seconds.
+            log: The log.
+        """
+        self._plane, self._memory, self._facts, self._access = plane, memory, facts, access
+        self._clock, self._log = clock, log
+        # These are shared with the thread.
+        self._jobs: deque[_Job] = deque()
+        self._outcomes: deque[Outcome] = deque()
+        self._is_closing = threading.Event()
+        self._links: dict[PeerSource, _Open] = {}
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._woken = self._context.socket(zmq.PAIR)
+        self._woken.bind(WAKE)
+        self._waker = self._context.socket(zmq.PAIR)
+        self._waker.connect(WAKE)
+        self._thread = threading.Thread(target=self._run, daemon=True, name="kvrouter-fetch")
+        self._thread.start()
+
+    # The scheduler's thread
+
+    def submit(self, source: PeerSource, work: ProbeJob | PullJob) -> None:
+        """Queue a job; its outcomes come from `poll`."""
+        self._jobs.append(_Job(source, work))
+        self._wake()
+
+    def poll(self) -> list[Outcome]:
+        """Return the outcomes since the last call."""
+        outcomes: list[Outcome] = []
+        while self._outcomes:
+            outcomes.append(self._outcomes.popleft())
+        return outcomes
+
+    def close(self) -> None:
+        """End the thread. Jobs under way have no outcome."""
+        self._is_closing.set()
+        self._wake()
+        self._thread.join()
+        self._waker.close(0)
+        self._context.term()
+        self._plane.close()
+
+    def _wake(self) -> None:
+        try:
+            self._waker.send(b"", zmq.NOBLOCK)
+        except zmq.Again:
+            # The thread has a thousand unread reasons to wake already.
+            return
+
+    # The thread
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._woken, zmq.POLLIN)
+        try:
+            while not self._is_closing.is_set():
+                try:
+                    self._turn(poller)
+                except Exception as error:
+                    # The next job must be served, too; the pause keeps an error that repeats from using a core.
+                    self._log.warning(f"fetch {type(error).__name__}", "a peer cannot be read", error=repr(error))
+                    time.sleep(IDLE_POLL_MS / 1000)
+        finally:
+            for opened in self._links.values():
+                opened.link.close()
+                opened.socket.close(0)
+            self._woken.close(0)
+
+    def _turn(self, poller: zmq.Poller) -> None:
+        """Wait for something to do, and do it."""
+        ready = dict(poller.poll(self._wait_ms()))
+        if self._woken in ready:
+            self._woken.recv()
+        now_s = self._clock()
+        while self._jobs:
+            self._begin(self._jobs.popleft(), poller, now_s)
+        for source, opened in list(self._links.items()):
+            if opened.socket in ready:
+                self._receive(source, opened, now_s)
+            opened.link.tick(self._clock())
+            if not opened.link.is_idle:
+                opened.used_s = now_s
+            elif now_s - opened.used_s > IDLE_S:
+                self._close(source, poller)
+
+    def _wait_ms(self) -> int:
+        if any(opened.link.is_copying for opened in self._links.values()):
+            return TRANSFER_POLL_MS
+        deadlines_s = [opened.link.next_deadline_s() for opened in self._links.values()]
+        ends_s = [deadline_s for deadline_s in deadlines_s if deadline_s is not None]
+        wait_ms = int((min(ends_s) - self._clock()) * 1000) + MIN_WAIT_MS if ends_s else IDLE_POLL_MS
+        return min(max(wait_ms, MIN_WAIT_MS), IDLE_POLL_MS)
+
+    def _begin(self, job: _Job, poller: zmq.Poller, now_s: float) -> None:
+        opened = self._links.get(job.source) or self._connect(job.source, poller, now_s)
+        if isinstance(opened, PeerMiss):
+            self._refuse(job.work, opened)
+        elif isinstance(job.work, ProbeJob):
+            opened.link.probe(job.work, now_s)
+        else:
+            opened.link.pull(job.work, now_s)
+
+    def _refuse(self, work: ProbeJob | PullJob, miss: PeerMiss) -> None:
+        if isinstance(work, ProbeJob):
+            self._outcomes.append(Probed(work.number, [False] * len(work.keys), miss))
+        else:
+            self._outcomes.extend(Pulled(key, slot, miss) for key, slot in zip(work.keys, work.slots, strict=True))
+
+    def _connect(self, source: PeerSource, poller: zmq.Poller, now_s: float) -> _Open | PeerMiss:
+        if not self._access.may_read(source):
+            self._log.warning(f"peer {source}", "chunks may not be fetched from there", source=str(source))
+            return PeerMiss.FORBIDDEN
+        if len(self._links) >= MAX_LINKS:
+            idle = [(opened.used_s, name) for name, opened in self._links.items() if opened.link.is_idle]
+            if not idle:
+                return PeerMiss.BUSY
+            self._close(min(idle)[1], poller)
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.IPV6, 1)
+        try:
+            self._access.protect_client(socket, source)
+            socket.connect(f"tcp://{f'[{source.host}]' if ':' in source.host else source.host}:{source.port}")
+        except zmq.ZMQError as error:
+            socket.close()
+            self._log.warning(f"peer {source}", "no socket can be opened for it", source=str(source), error=str(error))
+            return PeerMiss.GONE
+
+        def send(message: ToSource) -> None:
+            try:
+                socket.send(encode(message), zmq.NOBLOCK)
+            except zmq.Again:
+                # The source takes no more messages; the job ends at its deadline.
+                return
+
+        link = PeerLink(self._plane, self._memory, self._facts, send, self._outcomes.append)
+        opened = self._links[source] = _Open(link, socket)
+        opened.used_s = now_s
+        poller.register(socket, zmq.POLLIN)
+        return opened
+
+    def _receive(self, source: PeerSource, opened: _Open, now_s: float) -> None:
+        while True:
+            try:
+                frame = opened.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            opened.link.received(read_by_reader(frame), now_s)
+            if opened.link.refusal:
+                self._log.warning(
+                    f"refused by {source}", "a peer refuses its chunks", source=str(source), reason=opened.link.refusal
+                )
+                opened.link.refusal = ""
+
+    def _close(self, source: PeerSource, poller: zmq.Poller) -> None:
+        opened = self._links.pop(source)
+        poller.unregister(opened.socket)
+        opened.link.close()
+        opened.socket.close(0)

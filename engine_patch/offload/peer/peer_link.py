@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reader's side of one source: its questions, its loans and its transfers. No thread, no clock of its own.
+
+Every pulled chunk has exactly one outcome, and not before NIXL has stopped writing to its slot. A probe has one outcome,
+too. If a transfer is overdue, the link is stalled: it gets no new work until that transfer has ended, so that a source
+that hangs can hold the slots of one batch at most.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+from kvrouter.engine_patch.offload.key import OffloadKey
+from kvrouter.engine_patch.offload.peer.data_plane import Copy, DataPlane, PlaneError
+from kvrouter.engine_patch.offload.peer.lender import NO_SLOT, PeerFacts
+from kvrouter.engine_patch.offload.peer.peer_miss import PeerMiss, miss_of
+from kvrouter.engine_patch.offload.peer.peer_wire import (
+    VERSION,
+    Borrow,
+    Hello,
+    Lent,
+    Present,
+    Probe,
+    Refused,
+    Return,
+    ToReader,
+    ToSource,
+    Unknown,
+    Welcome,
+)
+
+# Bytes that one call hands to NIXL. Within one machine NIXL copies in the call itself (2 to 5 GB/s measured), and may
+# keep other threads of the engine waiting: this is one millisecond.
+PIECE_BYTES = 4 << 20
+# Pieces under way at once, so that the network is never idle between two of them.
+MAX_PIECES = 4
+# The source keeps chunks this much longer than the reader wants them.
+LOAN_MARGIN_S = 1.0
+# How soon a source that did not answer, or refused, is tried again.
+RETRY_S = 5.0
+
+
+class ProbeJob(NamedTuple):
+    """A question which of some chunks the source holds."""
+
+    number: int
+    keys: Sequence[OffloadKey]
+    num_resets: int
+    deadline_s: float
+
+
+class PullJob(NamedTuple):
+    """Chunks to be fetched, each with the slot that it is for."""
+
+    number: int
+    keys: Sequence[OffloadKey]
+    slots: Sequence[int]
+    num_resets: int
+    deadline_s: float
+
+
+class Probed(NamedTuple):
+    """The outcome of a `ProbeJob`."""
+
+    number: int
+    # For each key whether the source holds it.
+    held: Sequence[bool]
+    # Why none is held, or None if the source answered.
+    miss: PeerMiss | None
+
+
+class Pulled(NamedTuple):
+    """The outcome of one chunk of a `PullJob`."""
+
+    key: OffloadKey
+    slot: int
+    # Why the chunk did not arrive, or None if it did.
+    miss: PeerMiss | None
+
+
+Outcome: TypeAlias = Probed | Pulled
+
+
+class Memory(NamedTuple):
+    """The slots of this engine, and how their content is checked."""
+
+    base: int
+    slot_bytes: int
+    # Bytes of a chunk; the rest of its slot is padding.
+    chunk_bytes: int
+    checksum: Callable[[OffloadKey, int], int]
+
+
+class _Chunk(NamedTuple):
+    key: OffloadKey
+    slot: int
+    checksum: int
+    copy: Copy
+
+
+class _Piece(NamedTuple):
+    pull: _Pull
+    chunks: list[_Chunk]
+    transfer: Any
+
+
+@dataclass(slots=True, eq=False)
+class _Pull:
+    job: PullJob
+    # Chunks that the source lent and that are not handed to NIXL yet.
+    queue: deque[_Chunk] = field(default_factory=deque)
+    # Whether the source has answered.
+    is_lent: bool = False
+    # Pieces under way.
+    num_pieces: int = 0
+    # Whether only the pieces under way are waited for.
+    is_given_up: bool = False
+
+
+class PeerLink:
+    """The link to one source."""
+
+    def __init__(
+        self,
+        plane: DataPlane,
+        memory: Memory,
+        facts: Callable[[], PeerFacts],
+        send: Callable[[ToSource], None],
+        done: Callable[[Outcome], None],
+    ) -> None:
+        """Start without a connection; the first job opens it.
+
+        Args:
+            plane: Copies the data.
+            memory: The slots of this engine.
+            facts: Returns the facts of this engine.
+            send: Sends a message to the source.
+            done: Called with every outcome.
+        """
+        self._plane = plane
+        self._memory = memory
+        self._facts = facts
+        self._send = send
+        self._done = done
+        self._welcome: Welcome | None = None
+        self._peer = ""
+        self._has_said_hello = False
+        # After a failure: the reason, and when the source may be tried again.
+        self._failure: tuple[PeerMiss, float] | None = None
+        self._probes: dict[int, ProbeJob] = {}
+        self._pulls: dict[int, _Pull] = {}
+        self._pieces: list[_Piece] = []
+        # The last sentence with which the source refused, for the log.
+        self.refusal = ""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not (self._probes or self._pulls or self._pieces)
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether a transfer is under way, which has to be polled."""
+        return bool(self._pieces)
+
+    def next_deadline_s(self) -> float | None:
+        """Return when the next job is overdue, or None if there is none."""
+        deadlines = [job.deadline_s for job in self._probes.values()]
+        deadlines += [pull.job.deadline_s for pull in self._pulls.values() if not pull.is_given_up]
+        return min(deadlines, default=None)
+
+    # Work
+
+    def probe(self, job: ProbeJob, now_s: float) -> None:
+        """Ask which chunks the source holds."""
+        problem = self._problem(now_s)
+        if problem is not None:
+            self._done(Probed(job.number, [False] * len(job.keys), problem))
+            return
+        self._probes[job.number] = job
+        self._open()
+        if self._welcome is not None:
+            self._send(Probe(job.number, job.num_resets, list(job.keys)))
+
+    def pull(self, job: PullJob, now_s: float) -> None:
+        """Fetch chunks that the source was found to hold."""
+        problem = self._problem(now_s)
+        if problem is not None:
+            self._fail_chunks(job.keys, job.slots, problem)
+            return
+        self._pulls[job.number] = _Pull(job)
+        self._open()
+        if self._welcome is not None:
+            self._borrow(job, now_s)
+
+    def tick(self, now_s: float) -> None:
+        """Collect transfers, begin others, and end what is overdue."""
+        self._collect(now_s)
+        for number, probe in list(self._probes.items()):
+            if probe.deadline_s <= now_s:
+                del self._probes[number]
+                self._done(Probed(number, [False] * len(probe.keys), PeerMiss.DEADLINE))
+                if self._welcome is None:
+                    # No engine answers there.
+                    self._failure = (PeerMiss.GONE, now_s + RETRY_S)
+                    self._has_said_hello = False
+        for pull in list(self._pulls.values()):
+            if pull.job.deadline_s <= now_s and not pull.is_given_up:
+                self._give_up(pull, PeerMiss.DEADLINE)
+        self._begin_pieces(now_s)
+
+    def close(self) -> None:
+        """Forget the source. Transfers under way have no outcome, because the engine ends."""
+        self._welcome = None
+        if self._peer and not self._pieces:
+            self._plane.remove_peer(self._peer)
+            self._peer = ""
+
+    # Messages
+
+    def received(self, message: ToReader | None, now_s: float) -> None:
+        """Take a message of the source; None stands for one that was not understood."""
+        if isinstance(message, Welcome):
+            self._welcomed(message, now_s)
+        elif isinstance(message, Present):
+            job = self._probes.pop(message.number, None)
+            if job is not None:
+                is_whole = len(message.held) == len(job.keys)
+                held = [bool(byte) for byte in message.held] if is_whole else [False] * len(job.keys)
+                miss = miss_of(message.reason) if message.reason else None if is_whole else PeerMiss.PROTOCOL
+                self._done(Probed(job.number, held, miss))
+        elif isinstance(message, Lent):
+            self._lent(message, now_s)
+        elif isinstance(message, Unknown):
+            # The source restarted: its former memory is gone.
+            self._lose(PeerMiss.GONE, now_s, retry_s=0.0)
+        elif isinstance(message, Refused):
+            self.refusal = message.detail
+            self._lose(miss_of(message.reason), now_s, RETRY_S)
+        else:
+            self._lose(PeerMiss.PROTOCOL, now_s, RETRY_S)
+
+    def _open(self) -> None:
+        if self._welcome is None and not self._has_said_hello:
+            facts = self._facts()
+            self._has_said_hello = True
+            self._send(Hello(VERSION, facts.identity, facts.hash_root))
+
+    def _welcomed(self, welcome: Welcome, now_s: float) -> None:
+        if self._welcome is not None or not self._has_said_hello:
+            return
+        if welcome.slot_bytes < self._memory.chunk_bytes:
+            self._lose(PeerMiss.PROTOCOL, now_s, RETRY_S)
+            return
+        try:
+            self._peer = self._plane.add_peer(welcome.metadata)
+        except PlaneError:
+            self._lose(PeerMiss.TRANSFER, now_s, RETRY_S)
+            return
+        self._welcome = welcome
+        for probe in self._probes.values():
+            self._send(Probe(probe.number, probe.num_resets, list(probe.keys)))
+        for pull in self._pulls.values():
+            self._borrow(pull.job, now_s)
+
+    def _borrow(self, job: PullJob, now_s: float) -> None:
+        loan_s = max(job.deadline_s - now_s, 0.0) + LOAN_MARGIN_S
+        self._send(Borrow(job.number, job.num_resets, loan_s, list(job.keys)))
+
+    def _lent(self, lent: Lent, now_s: float) -> None:
+        pull = self._pulls.get(lent.number)
+        if pull is None or pull.is_given_up or self._welcome is None:
+            # The job was given up meanwhile, before anything was read.
+            self._send(Return(lent.number))
+            return
+        job = pull.job
+        if pull.is_lent or not len(lent.slots) == len(lent.checksums) == len(job.keys):
+            self._lose(PeerMiss.PROTOCOL, now_s, RETRY_S)
+            return
+        pull.is_lent = True
+        memory, source = self._memory, self._welcome
+        for key, slot, lent_slot, checksum in zip(job.keys, job.slots, lent.slots, lent.checksums, strict=True):
+            if lent_slot <= NO_SLOT:
+                self._done(Pulled(key, slot, PeerMiss.ABSENT))
+                continue
+            copy = Copy(
+                source.base + lent_slot * source.slot_bytes, memory.base + slot * memory.slot_bytes, memory.chunk_bytes
+            )
+            pull.queue.append(_Chunk(key, slot, checksum, copy))
+        self._begin_pieces(now_s)
+        self._settle(pull)
+
+    # Transfers
+
+    def _begin_pieces(self, now_s: float) -> None:
+        per_piece = max(1, PIECE_BYTES // self._memory.chunk_bytes)
+        for pull in list(self._pulls.values()):
+            while pull.queue and len(self._pieces) < MAX_PIECES:
+                chunks = [pull.queue.popleft() for _ in range(min(per_piece, len(pull.queue)))]
+                try:
+                    transfer = self._plane.read(self._peer, [chunk.copy for chunk in chunks])
+                except PlaneError:
+                    self._miss(chunks, PeerMiss.TRANSFER)
+                    self._lose(PeerMiss.TRANSFER, now_s, RETRY_S)
+                    return
+                pull.num_pieces += 1
+                self._pieces.append(_Piece(pull, chunks, transfer))
+
+    def _collect(self, now_s: float) -> None:
+        for piece in list(self._pieces):
+            try:
+                if not self._plane.is_done(piece.transfer):
+                    continue
+            except PlaneError:
+                self._end(piece)
+                self._miss(piece.chunks, PeerMiss.GONE)
+                self._lose(PeerMiss.GONE, now_s, RETRY_S)
+                self._settle(piece.pull)
+                continue
+            self._end(piece)
+            for chunk in piece.chunks:
+                is_right = self._memory.checksum(chunk.key, chunk.slot) == chunk.checksum
+                self._done(Pulled(chunk.key, chunk.slot, None if is_right else PeerMiss.CHECKSUM))
+            self._settle(piece.pull)
+
+    def _end(self, piece: _Piece) -> None:
+        self._pieces.remove(piece)
+        piece.pull.num_pieces -= 1
+        self._plane.release(piece.transfer)
+        if self._welcome is None:
+            self.close()
+
+    def _settle(self, pull: _Pull) -> None:
+        """End a pull of which nothing is left."""
+        is_left = pull.queue or pull.num_pieces or not (pull.is_lent or pull.is_given_up)
+        if not is_left and self._pulls.pop(pull.job.number, None) is not None and self._welcome is not None:
+            self._send(Return(pull.job.number))
+
+    # Failures
+
+    def _problem(self, now_s: float) -> PeerMiss | None:
+        """Return why the source gets no new work, or None."""
+        if self._failure is not None:
+            if now_s < self._failure[1]:
+                return self._failure[0]
+            self._failure = None
+        if any(pull.is_given_up for pull in self._pulls.values()):
+            return PeerMiss.STALLED
+        return None
+
+    def _give_up(self, pull: _Pull, miss: PeerMiss) -> None:
+        """End a pull but for its pieces under way, each of which has its outcome when it ends."""
+        if pull.is_given_up:
+            return
+        pull.is_given_up = True
+        if pull.is_lent:
+            queue, pull.queue = pull.queue, deque()
+            self._miss(list(queue), miss)
+        else:
+            self._fail_chunks(pull.job.keys, pull.job.slots, miss)
+        self._settle(pull)
+
+    def _lose(self, miss: PeerMiss, now_s: float, retry_s: float) -> None:
+        """End all jobs, and begin with a new connection at the next one."""
+        self.close()
+        self._has_said_hello = False
+        self._failure = (miss, now_s + retry_s)
+        probes, self._probes = self._probes, {}
+        for probe in probes.values():
+            self._done(Probed(probe.number, [False] * len(probe.keys), miss))
+        for pull in list(self._pulls.values()):
+            self._give_up(pull, miss)
+
+    def _miss(self, chunks: Sequence[_Chunk], miss: PeerMiss) -> None:
+        for chunk in chunks:
+            self._done(Pulled(chunk.key, chunk.slot, miss))
+
+    def _fail_chunks(self, keys: Sequence[OffloadKey], slots: Sequence[int], miss: PeerMiss) -> None:
+        for key, slot in zip(keys, slots, strict=True):
+            self._done(Pulled(key, slot, miss))

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The thread that lends this engine's chunks: it receives messages, asks the `Lender`, and answers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import zmq
+
+from kvrouter.engine_patch.offload.peer.lender import Lender
+from kvrouter.engine_patch.offload.peer.peer_access import PeerAccess
+from kvrouter.engine_patch.offload.peer.peer_miss import PeerMiss
+from kvrouter.engine_patch.offload.peer.peer_wire import MAX_MESSAGE_BYTES, Refused, ToReader, encode, read_by_source
+from kvrouter.engine_patch.setup.client_gate import ClientGate
+from kvrouter.engine_patch.setup.throttled_log import ThrottledLog
+
+# How long the thread waits for a message before it looks whether a loan has ended or the engine ends.
+POLL_MS = 100
+# Messages that wait for one reader, or of one reader; further ones wait at the sender.
+HIGH_WATER_MESSAGES = 64
+
+
+class PeerServer:
+    """A ROUTER socket and its thread."""
+
+    def __init__(
+        self, host: str, port: int, access: PeerAccess, lender: Lender, clock: Callable[[], float], log: ThrottledLog
+    ) -> None:
+        """Bind and start. Raise zmq.ZMQError if the address is taken."""
+        self._lender = lender
+        self._clock = clock
+        self._log = log
+        self._gate = None if access.clients is None else ClientGate(access.clients, self._count_refused, log)
+        self._context = zmq.Context() if self._gate is None else self._gate.context
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
+        self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
+        self._socket.setsockopt(zmq.IPV6, 1)
+        try:
+            access.protect_server(self._socket)
+            self._socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
+        except zmq.ZMQError:
+            self._socket.close()
+            self._context.term()
+            raise
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="kvrouter-lend")
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and all loans."""
+        self._is_closing.set()
+        self._thread.join()
+        self._lender.close()
+        self._context.term()
+
+    def _count_refused(self) -> None:
+        self._lender.counts.refused_readers += 1
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing.is_set():
+                try:
+                    if self._socket.poll(POLL_MS):
+                        self._serve()
+                    self._lender.expire(self._clock())
+                except Exception as error:
+                    # The next reader must be served, too; the pause keeps an error that repeats from using a core.
+                    self._log.warning(f"lend {type(error).__name__}", "a peer could not be served", error=repr(error))
+                    time.sleep(POLL_MS / 1000)
+        finally:
+            self._socket.close()
+
+    def _serve(self) -> None:
+        """Answer the messages that wait."""
+        for _ in range(HIGH_WATER_MESSAGES):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = read_by_source(frames[1]) if len(frames) == 2 else None
+            if message is None:
+                self._lender.counts.bad_messages += 1
+                reply: ToReader | None = Refused(PeerMiss.PROTOCOL.value, "the source cannot read this message")
+            else:
+                reply = self._lender.answer(frames[0], message, self._clock())
+            if reply is not None:
+                # ROUTER drops what a reader that has gone, or does not read, would get.
+                self._socket.send_multipart([frames[0], encode(reply)], zmq.NOBLOCK)

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's side of the peer tier: what to query from which source, what to fetch, and how long to wait for it.
+
+It is used in the scheduler's thread; `peer/peer_client.py` does the work in its own. No request waits beyond its
+deadline: then its missing chunks are computed, and each of them is counted with the reason. A slot that is being filled
+too late stays reserved until the transfer has ended.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from kvrouter.engine_patch.offload.key import OffloadKey
+from kvrouter.engine_patch.offload.peer.peer_link import Outcome, Probed, ProbeJob, Pulled, PullJob
+from kvrouter.engine_patch.offload.peer.peer_miss import PeerMiss
+from kvrouter.engine_patch.offload.peer.peer_source import PeerSource, SourceWish
+from kvrouter.engine_patch.offload.peer.peer_wire import MAX_KEYS
+from kvrouter.engine_patch.offload.tiers.peer_wish import PeerWish
+
+
+class Fetcher(Protocol):
+    """The part of `PeerClient` that is used here."""
+
+    def submit(self, source: PeerSource, work: ProbeJob | PullJob) -> None:
+        """Queue a job."""
+        ...
+
+    def poll(self) -> list[Outcome]:
+        """Return the outcomes since the last call."""
+        ...
+
+    def close(self) -> None:
+        """End the thread."""
+        ...
+
+
+class Arrival(NamedTuple):
+    """The end of a chunk's transfer; its slot may be used from now on."""
+
+    key: OffloadKey
+    slot: int
+    # Whether the slot holds the chunk.
+    ok: bool
+
+
+class _Pull(NamedTuple):
+    wish: PeerWish
+    deadline_s: float
+
+
+class PeerTier:
+    """The chunks of other engines, as far as requests name those engines."""
+
+    def __init__(self, fetcher: Fetcher, timeout_s: float, clock: Callable[[], float]) -> None:
+        """Start with nothing under way.
+
+        Args:
+            fetcher: Does the work.
+            timeout_s: How long requests wait that do not say it themselves.
+            clock: Returns seconds.
+        """
+        # Chunks that arrived, and those that did not, by reason, since the start.
+        self.pulled = 0
+        self.misses: Counter[PeerMiss] = Counter()
+        self._fetcher = fetcher
+        # How often this engine was reset, which its sources must have been, too.
+        self._num_resets = 0
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._next_number = 0
+        self._probes: dict[int, tuple[PeerWish, Sequence[OffloadKey]]] = {}
+        self._pulls: dict[OffloadKey, _Pull] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether a transfer is under way that is not overdue."""
+        now_s = self._clock()
+        return any(pull.deadline_s > now_s for pull in self._pulls.values())
+
+    def wish(self, given: SourceWish) -> PeerWish:
+        """Return the state of a request that names a source."""
+        return PeerWish(given.source, self._timeout_s if given.timeout_s is None else given.timeout_s)
+
+    def is_held(self, key: OffloadKey, wish: PeerWish) -> bool | None:
+        """Return whether the source holds a chunk; None while it is not known yet.
+
+        After the first call for a chunk, `query` sends the question.
+        """
+        if key not in wish.presence:
+            if wish.deadline_s is None:
+                wish.deadline_s = self._clock() + wish.timeout_s
+            wish.presence[key] = None
+            wish.unqueried.append(key)
+        presence = wish.presence[key]
+        if isinstance(presence, PeerMiss):
+            return False
+        if self._is_late(wish):
+            self._miss(key, wish, PeerMiss.DEADLINE)
+            return False
+        return presence
+
+    def is_overdue(self, key: OffloadKey, wish: PeerWish | None) -> bool:
+        """Return whether a chunk is being fetched too late for a request.
+
+        It is too late after the deadline of the request for which it is fetched, and after the request's own if it names
+        a source.
+        """
+        pull = self._pulls.get(key)
+        if pull is None:
+            return False
+        if pull.deadline_s <= self._clock():
+            self._miss(key, pull.wish, PeerMiss.DEADLINE)
+        elif wish is None or not self._is_late(wish):
+            return False
+        if wish is not None:
+            self._miss(key, wish, PeerMiss.DEADLINE)
+        return True
+
+    def query(self, wish: PeerWish) -> None:
+        """Query which of the chunks that were looked up since the last call the source holds."""
+        for start in range(0, len(wish.unqueried), MAX_KEYS):
+            keys = wish.unqueried[start : start + MAX_KEYS]
+            number = self._number()
+            self._probes[number] = wish, keys
+            assert wish.deadline_s is not None
+            self._fetcher.submit(wish.source, ProbeJob(number, keys, self._num_resets, wish.deadline_s))
+        wish.unqueried = []
+
+    def pull(self, wish: PeerWish, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
+        """Fetch chunks that the source holds into slots."""
+        assert wish.deadline_s is not None
+        for start in range(0, len(keys), MAX_KEYS):
+            part = keys[start : start + MAX_KEYS]
+            self._pulls.update(dict.fromkeys(part, _Pull(wish, wish.deadline_s)))
+            self._fetcher.submit(
+                wish.source,
+                PullJob(self._number(), part, slots[start : start + MAX_KEYS], self._num_resets, wish.deadline_s),
+            )
+
+    def no_room(self, wish: PeerWish, keys: Sequence[OffloadKey]) -> None:
+        """Note that there is no room for chunks that the source holds."""
+        for key in keys:
+            self._miss(key, wish, PeerMiss.NO_ROOM)
+
+    def poll(self) -> list[Arrival]:
+        """Return the transfers that ended since the last call."""
+        arrivals: list[Arrival] = []
+        for outcome in self._fetcher.poll():
+            if isinstance(outcome, Probed):
+                self._take_probed(outcome)
+            else:
+                arrivals.append(self._take_pulled(outcome))
+        return arrivals
+
+    def forget(self, wish: PeerWish) -> None:
+        """Forget what a request knows, because it has ended."""
+        wish.unqueried = []
+        for number in [number for number, (prober, _) in self._probes.items() if prober is wish]:
+            del self._probes[number]
+
+    def clear(self) -> None:
+        """Forget all transfers under way, because of a reset: their slots are the caller's business."""
+        self._num_resets += 1
+        self._probes.clear()
+        self._pulls.clear()
+
+    def close(self) -> None:
+        """End all work."""
+        self._fetcher.close()
+
+    def _take_probed(self, probed: Probed) -> None:
+        wish, keys = self._probes.pop(probed.number, (None, ()))
+        if wish is None:
+            return
+        for key, held in zip(keys, probed.held, strict=True):
+            if held:
+                # A chunk that was already given up stays so.
+                wish.presence[key] = wish.presence[key] or True
+            else:
+                self._miss(key, wish, probed.miss or PeerMiss.ABSENT)
+
+    def _take_pulled(self, pulled: Pulled) -> Arrival:
+        pull = self._pulls.pop(pulled.key, None)
+        if pulled.miss is None:
+            self.pulled += 1
+            if pull is not None:
+                pull.wish.pulled.add(pulled.key)
+        elif pull is not None:
+            self._miss(pulled.key, pull.wish, pulled.miss)
+        return Arrival(pulled.key, pulled.slot, pulled.miss is None)
+
+    def _miss(self, key: OffloadKey, wish: PeerWish, miss: PeerMiss) -> None:
+        """Note why a chunk does not come; the first reason counts."""
+        if not isinstance(wish.presence.get(key), PeerMiss):
+            wish.presence[key] = miss
+            self.misses[miss] += 1
+
+    def _is_late(self, wish: PeerWish) -> bool:
+        return wish.deadline_s is not None and wish.deadline_s <= self._clock()
+
+    def _number(self) -> int:
+        self._next_number += 1
+        return self._next_number

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines with peer tiers in one process: real books, links and lenders; messages, copies and time as the test wants."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvrouter.engine_patch.offload.key import OffloadKey, pack
+from kvrouter.engine_patch.offload.peer.chunk_checksum import ChunkChecksum
+from kvrouter.engine_patch.offload.peer.data_plane import Copy, PlaneError
+from kvrouter.engine_patch.offload.peer.lender import Lender, PeerFacts
+from kvrouter.engine_patch.offload.peer.peer_link import Memory, Outcome, PeerLink, ProbeJob, PullJob
+from kvrouter.engine_patch.offload.peer.peer_source import PeerSource, SourceWish
+from kvrouter.engine_patch.offload.peer.peer_wire import (
+    ToReader,
+    ToSource,
+    Welcome,
+    encode,
+    read_by_reader,
+    read_by_source,
+)
+from kvrouter.engine_patch.offload.tiers.cpu_tier import ChunkState, CpuTier
+from kvrouter.engine_patch.offload.tiers.lru import LruPolicy
+from kvrouter.engine_patch.offload.tiers.peer_tier import PeerTier
+from kvrouter.engine_patch.offload.tiers.tiering import LookupAnswer, Medium, PromotionRequest, Tiering
+
+CHUNK_BYTES = 64
+TIMEOUT_S = 1.0
+IDENTITY = b"one model"
+
+
+def key(number: int, group_idx: int = 0) -> OffloadKey:
+    return pack(number.to_bytes(32, "big"), group_idx)
+
+
+def content(key: OffloadKey, weights: int) -> bytes:
+    """Return what an engine with these weights computes for a chunk."""
+    return hashlib.sha512(key + weights.to_bytes(4, "big")).digest()
+
+
+@dataclass(eq=False)
+class Transfer:
+    """A copy under way, from the memory as it is when the transfer ends."""
+
+    name: str
+    copies: list[Copy]
+    hangs: bool = False
+    damages: bool = False
+    fails: bool = False
+    done: bool = False
+
+
+class CopyPlane:
+    """A data plane within the process, whose transfers end when they are polled, unless the test holds them."""
+
+    def __init__(self, metadata: bytes) -> None:
+        self.metadata = metadata
+        self.peers: set[str] = set()
+        self.under_way: list[Transfer] = []
+        # The faults of the next transfers.
+        self.hangs = self.damages = self.fails = self.refuses = False
+
+    def add_peer(self, metadata: bytes) -> str:
+        name = metadata.decode()
+        assert name not in self.peers, "an engine was added twice"
+        self.peers.add(name)
+        return name
+
+    def remove_peer(self, name: str) -> None:
+        assert all(transfer.name != name for transfer in self.under_way), (
+            "an engine was removed although its bytes may still arrive"
+        )
+        self.peers.discard(name)
+
+    def read(self, name: str, copies: Sequence[Copy]) -> Transfer:
+        if self.refuses or name not in self.peers:
+            raise PlaneError("refused")
+        transfer = Transfer(name, list(copies), self.hangs, self.damages, self.fails)
+        self.under_way.append(transfer)
+        return transfer
+
+    def is_done(self, transfer: Transfer) -> bool:
+        if transfer.hangs:
+            return False
+        if transfer.fails:
+            raise PlaneError("disconnected")
+        for copy in transfer.copies:
+            ctypes.memmove(copy.address, copy.source_address, copy.size_bytes)
+            if transfer.damages:
+                ctypes.memset(copy.address + copy.size_bytes - 1, 0, 1)
+        transfer.done = True
+        return True
+
+    def release(self, transfer: Transfer) -> None:
+        self.under_way.remove(transfer)
+
+    def close(self) -> None: ...
+
+
+class Engine:
+    """One engine: it stores what it computes, lends it, and fetches what it lacks."""
+
+    def __init__(self, world: World, name: str, num_slots: int, identity: bytes = IDENTITY, root: bytes = b"0") -> None:
+        self.world, self.name = world, name
+        self.source = PeerSource(name, 1)
+        self.memory = np.zeros(num_slots * CHUNK_BYTES, np.uint8)
+        self.weights = 0
+        self.facts = PeerFacts(identity, root)
+        base = int(self.memory.ctypes.data)
+        checksum = ChunkChecksum("crc32", self.slot, CHUNK_BYTES)
+        self.slots = Memory(base, CHUNK_BYTES, CHUNK_BYTES, checksum)
+        self.cpu = CpuTier(num_slots, LruPolicy(num_slots))
+        self.plane = CopyPlane(name.encode())
+        self.fetcher = InlineFetcher(self)
+        self.peers = PeerTier(self.fetcher, TIMEOUT_S, world.clock)
+        self.tiers = Tiering(self.cpu, None, peers=self.peers)
+        self.lender = Lender(
+            self.tiers, lambda: self.facts, Welcome(name.encode(), base, CHUNK_BYTES), checksum, max(1, num_slots // 2)
+        )
+        # Chunks that were announced and not withdrawn.
+        self.announced: set[OffloadKey] = set()
+        # Whether its thread that lends stands still.
+        self.stopped = False
+
+    def slot(self, number: int) -> memoryview:
+        return memoryview(self.memory.data)[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+
+    def store(self, *keys: OffloadKey) -> None:
+        """Compute chunks and store them."""
+        begun = self.tiers.begin_store(keys)
+        if begun is not None:
+            for stored, slot in zip(*begun, strict=True):
+                self.slot(slot)[:] = content(stored, self.weights)
+            self.tiers.end_store(begun[0], True)
+        self.read_changes()
+
+    def reset(self) -> None:
+        """Take other weights."""
+        self.weights += 1
+        self.tiers.reset()
+        self.read_changes()
+
+    def wish(self, source: Engine, timeout_s: float | None = None) -> PromotionRequest:
+        """Return a request that names a source."""
+        return PromotionRequest(peer=self.peers.wish(SourceWish(source.source, timeout_s)))
+
+    def step(self, wish: PromotionRequest, *keys: OffloadKey) -> list[LookupAnswer]:
+        """Look chunks up in one step of the engine, and let one turn of all threads pass."""
+        answers = [self.tiers.look_up(key, wish) for key in keys]
+        self.tiers.end_step()
+        self.world.turn()
+        self.read_changes()
+        return answers
+
+    def fetch(self, wish: PromotionRequest, *keys: OffloadKey, steps: int = 20) -> list[LookupAnswer]:
+        """Step until every answer is final."""
+        for _ in range(steps):
+            answers = self.step(wish, *keys)
+            if all(answer in (LookupAnswer.YES, LookupAnswer.NO) for answer in answers):
+                break
+        return answers
+
+    def read_changes(self) -> None:
+        """Check the announcements against the books and the memory."""
+        for change in self.tiers.take_changes():
+            assert change.medium is Medium.CPU
+            for changed in change.keys:
+                assert (changed in self.announced) is change.removed
+                self.announced ^= {changed}
+        assert self.announced == set(self.cpu.ready_keys())
+        for ready in self.announced:
+            held = bytes(self.slot(self.cpu.slot(ready)))
+            assert held == content(ready, self.weights), "a chunk that can be loaded has another content"
+
+
+class InlineFetcher:
+    """The links of one engine, without a thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.links: dict[PeerSource, PeerLink] = {}
+        self.outcomes: list[Outcome] = []
+
+    def submit(self, source: PeerSource, work: ProbeJob | PullJob) -> None:
+        link = self.links.get(source) or self._link(source)
+        if isinstance(work, ProbeJob):
+            link.probe(work, self.engine.world.now_s)
+        else:
+            link.pull(work, self.engine.world.now_s)
+
+    def _link(self, source: PeerSource) -> PeerLink:
+        engine = self.engine
+
+        def send(message: ToSource) -> None:
+            engine.world.to_source.append((engine, source, encode(message)))
+
+        link = PeerLink(engine.plane, engine.slots, lambda: engine.facts, send, self.outcomes.append)
+        self.links[source] = link
+        return link
+
+    def poll(self) -> list[Outcome]:
+        outcomes, self.outcomes[:] = list(self.outcomes), []
+        return outcomes
+
+    def close(self) -> None:
+        for link in self.links.values():
+            link.close()
+
+
+class World:
+    """All engines by name, the messages between them, and the time."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.engines: dict[str, Engine] = {}
+        self.to_source: deque[tuple[Engine, PeerSource, bytes]] = deque()
+        self.to_reader: deque[tuple[Engine, PeerSource, bytes]] = deque()
+        # Changes the answers of sources, for answers that are wrong.
+        self.forge: Callable[[ToReader], ToReader] = lambda answer: answer
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def engine(self, name: str, num_slots: int = 8, **facts: bytes) -> Engine:
+        """Return a new engine, in the place of an earlier one of that name."""
+        self.engines[name] = Engine(self, name, num_slots, **facts)
+        return self.engines[name]
+
+    def turn(self, rng: random.Random | None = None) -> None:
+        """Let every thread do what it can; with `rng`, only a part of it."""
+        for queue in (self.to_source, self.to_reader):
+            for _ in range(len(queue)):
+                if rng is None or rng.random() < 0.8:
+                    self._deliver(queue)
+        for engine in self.engines.values():
+            engine.lender.expire(self.now_s)
+            for link in engine.fetcher.links.values():
+                link.tick(self.now_s)
+
+    def _deliver(self, queue: deque[tuple[Engine, PeerSource, bytes]]) -> None:
+        if not queue:
+            return
+        reader, source, frame = queue.popleft()
+        if queue is self.to_reader:
+            if self.engines.get(reader.name) is reader:
+                reader.fetcher.links[source].received(read_by_reader(frame), self.now_s)
+            return
+        lender = self.engines.get(source.host)
+        if lender is None:
+            return
+        if lender.stopped:
+            queue.append((reader, source, frame))
+            return
+        message = read_by_source(frame)
+        assert message is not None
+        answer = lender.lender.answer(reader.name.encode(), message, self.now_s)
+        if answer is not None:
+            self.to_reader.append((reader, source, encode(self.forge(answer))))
+
+
+def is_ready(engine: Engine, key: OffloadKey) -> bool:
+    return engine.cpu.state(key) is ChunkState.READY

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The threads of the peer tier over real sockets: chunks arrive, keys decide who reads, and everything ends."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import zmq
+
+from kvrouter.engine_patch.offload.peer.lender import Lender
+from kvrouter.engine_patch.offload.peer.peer_access import PeerAccess
+from kvrouter.engine_patch.offload.peer.peer_client import PeerClient
+from kvrouter.engine_patch.offload.peer.peer_link import Outcome, Probed, ProbeJob, Pulled, PullJob
+from kvrouter.engine_patch.offload.peer.peer_miss import PeerMiss
+from kvrouter.engine_patch.offload.peer.peer_server import PeerServer
+from kvrouter.engine_patch.offload.peer.peer_source import PeerSource
+from kvrouter.engine_patch.offload.peer.peer_wire import VERSION, Hello, Refused, Welcome, encode, read_by_reader
+from kvrouter.engine_patch.setup.throttled_log import ThrottledLog
+from tests.support.peer_world import CHUNK_BYTES, IDENTITY, Engine, World, content, key
+from tests.support.ports import free_port
+
+HOST = "127.0.0.1"
+WAIT_S = 30.0
+LOG = ThrottledLog(logging.getLogger("test"), time.monotonic)
+
+
+class Pair:
+    """An engine that lends and one that reads, with the real threads and sockets of both."""
+
+    def __init__(self, stack: ExitStack, lending: PeerAccess, reading: PeerAccess) -> None:
+        world = World()
+        self.lender, self.reader = Engine(world, "lender", 8), Engine(world, "reader", 8)
+        self.lender.store(key(1), key(2))
+        self.source = PeerSource(HOST, free_port())
+        welcome = Welcome(b"lender", self.lender.slots.base, CHUNK_BYTES)
+        books = Lender(self.lender.tiers, lambda: self.lender.facts, welcome, self.lender.slots.checksum, 4)
+        self.books = books
+        server = PeerServer(HOST, self.source.port, lending, books, time.monotonic, LOG)
+        stack.callback(server.close)
+        self.client = PeerClient(
+            self.reader.plane, self.reader.slots, lambda: self.reader.facts, reading, time.monotonic, LOG
+        )
+        stack.callback(self.client.close)
+
+    def do(self, work: ProbeJob | PullJob, count: int = 1, source: PeerSource | None = None) -> list[Outcome]:
+        """Hand over a job, and return its outcomes."""
+        self.client.submit(source or self.source, work)
+        outcomes: list[Outcome] = []
+        end_s = time.monotonic() + WAIT_S
+        while len(outcomes) < count:
+            assert time.monotonic() < end_s, "a job has no outcome"
+            outcomes += self.client.poll()
+            time.sleep(0.001)
+        return outcomes
+
+
+def in_s(seconds: float) -> float:
+    return time.monotonic() + seconds
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def open_pair(stack: ExitStack) -> Pair:
+    return Pair(stack, PeerAccess(HOST, None, None), PeerAccess(HOST, None, None))
+
+
+def test_chunks_arrive_and_their_loan_ends(open_pair: Pair) -> None:
+    pair = open_pair
+    assert pair.do(ProbeJob(1, [key(1), key(9)], 0, in_s(WAIT_S))) == [Probed(1, [True, False], None)]
+    outcomes = pair.do(PullJob(2, [key(1), key(9)], [3, 4], 0, in_s(WAIT_S)), 2)
+    assert sorted(outcomes) == sorted([Pulled(key(9), 4, PeerMiss.ABSENT), Pulled(key(1), 3, None)])  # type: ignore[type-var]
+    assert bytes(pair.reader.slot(3)) == content(key(1), 0)
+    end_s = time.monotonic() + WAIT_S
+    while pair.books.lent_chunks:
+        assert time.monotonic() < end_s, "the loan does not end"
+        time.sleep(0.001)
+
+
+def test_an_address_where_no_engine_listens_costs_the_deadline(open_pair: Pair) -> None:
+    nobody = PeerSource(HOST, free_port())
+    assert open_pair.do(ProbeJob(1, [key(1)], 0, in_s(0.05)), source=nobody) == [Probed(1, [False], PeerMiss.DEADLINE)]
+
+
+def test_an_address_on_another_machine_needs_keys(open_pair: Pair) -> None:
+    elsewhere = PeerSource("192.0.2.1", 5710)
+    assert open_pair.do(ProbeJob(1, [key(1)], 0, in_s(WAIT_S)), source=elsewhere) == [
+        Probed(1, [False], PeerMiss.FORBIDDEN)
+    ]
+    assert open_pair.do(PullJob(2, [key(1)], [0], 0, in_s(WAIT_S)), source=elsewhere) == [
+        Pulled(key(1), 0, PeerMiss.FORBIDDEN)
+    ]
+
+
+def test_noise_at_the_lending_socket_is_refused_and_counted(open_pair: Pair) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.connect(f"tcp://{HOST}:{open_pair.source.port}")
+        for frames in ([b"noise"], [b"a", b"b"], [b""]):
+            stranger.send_multipart(frames)
+            assert stranger.poll(int(WAIT_S * 1000))
+            assert isinstance(read_by_reader(stranger.recv()), Refused)
+    assert open_pair.books.counts.bad_messages == 3
+    assert open_pair.do(ProbeJob(1, [key(1)], 0, in_s(WAIT_S))) == [Probed(1, [True], None)]
+
+
+class Keys:
+    """The key files of some engines."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.list_file = folder / "peers"
+        self.list_file.touch()
+
+    def make(self, name: str) -> tuple[str, str]:
+        """Return the file of a new secret key, and its public key."""
+        public, secret = zmq.curve_keypair()
+        file = self._folder / name
+        file.write_bytes(secret)
+        return str(file), public.decode()
+
+    def admit(self, public: str, address: object) -> None:
+        with self.list_file.open("a") as lines:
+            lines.write(f"{public} {address}\n")
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    return Keys(tmp_path)
+
+
+@pytest.fixture
+def closed_pair(stack: ExitStack, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    port = free_port()
+    monkeypatch.setattr("tests.unit.test_peer_threads.free_port", lambda: port)
+    (lender_file, lender_key), (reader_file, reader_key) = keys.make("lender"), keys.make("reader")
+    keys.admit(lender_key, f"{HOST}:{port}")
+    keys.admit(reader_key, f"{HOST}:1")
+    access = [PeerAccess(HOST, file, str(keys.list_file)) for file in (lender_file, reader_file)]
+    return Pair(stack, *access)
+
+
+def test_listed_engines_read_with_their_keys(closed_pair: Pair) -> None:
+    assert closed_pair.do(ProbeJob(1, [key(1)], 0, in_s(WAIT_S))) == [Probed(1, [True], None)]
+    assert closed_pair.do(PullJob(2, [key(1)], [3], 0, in_s(WAIT_S))) == [Pulled(key(1), 3, None)]
+
+
+def test_a_listed_engine_reads_no_address_that_is_not_listed(closed_pair: Pair) -> None:
+    assert closed_pair.do(ProbeJob(1, [key(1)], 0, in_s(WAIT_S)), source=PeerSource(HOST, 7)) == [
+        Probed(1, [False], PeerMiss.FORBIDDEN)
+    ]
+
+
+@pytest.mark.parametrize("has_key", [False, True])
+def test_a_stranger_gets_no_welcome(closed_pair: Pair, has_key: bool) -> None:
+    """The metadata without which NIXL cannot read are in the welcome alone."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        if has_key:
+            lines = Path(closed_pair.client._access._list_file or "").read_text().splitlines()
+            public, secret = zmq.curve_keypair()
+            stranger.curve_publickey, stranger.curve_secretkey = public, secret
+            stranger.curve_serverkey = lines[0].split()[0].encode()
+        stranger.linger = 0
+        stranger.connect(f"tcp://{HOST}:{closed_pair.source.port}")
+        stranger.send(encode(Hello(VERSION, IDENTITY, b"0")))
+        # An engine that is listed is served meanwhile, so the stranger had the time to be.
+        for number in range(5):
+            assert closed_pair.do(ProbeJob(number, [key(1)], 0, in_s(WAIT_S))) == [Probed(number, [True], None)]
+        assert not stranger.poll(300)
+
+
+@pytest.mark.parametrize(
+    ("host", "files", "words"),
+    [
+        ("0.0.0.0", (None, None), "peer_key_file"),
+        ("10.0.0.1", (None, None), "peer_key_file"),
+        (HOST, ("a", None), "belong together"),
+        (HOST, (None, "b"), "belong together"),
+        (HOST, ("missing", "missing"), "missing"),
+    ],
+)
+def test_settings_that_would_open_the_cache_are_refused(
+    host: str, files: tuple[str | None, str | None], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        PeerAccess(host, *files)
+
+
+def test_threads_end_with_their_engine(stack: ExitStack) -> None:
+    def names() -> list[str]:
+        return [t.name for t in threading.enumerate() if t.name.startswith("kvrouter-")]
+
+    pair = Pair(stack, PeerAccess(HOST, None, None), PeerAccess(HOST, None, None))
+    pair.do(ProbeJob(1, [key(1)], 0, in_s(WAIT_S)))
+    assert names()
+    stack.close()
+    assert not names()

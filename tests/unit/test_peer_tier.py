@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks fetched from another engine: the right content, or a miss with its reason, within the deadline."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import msgspec
+import pytest
+
+from kvrouter.engine_patch.offload.key import OffloadKey
+from kvrouter.engine_patch.offload.peer.peer_miss import PeerMiss
+from kvrouter.engine_patch.offload.peer.peer_source import PeerSource, SourceWish, source_wish
+from kvrouter.engine_patch.offload.peer.peer_wire import Borrow, Lent, Present, read_by_reader, read_by_source
+from kvrouter.engine_patch.offload.tiers.tiering import LookupAnswer, PromotionRequest
+from tests.support.peer_world import IDENTITY, TIMEOUT_S, Engine, World, is_ready, key
+
+YES, NO, SOON, UNKNOWN = LookupAnswer.YES, LookupAnswer.NO, LookupAnswer.SOON, LookupAnswer.UNKNOWN
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def lender(world: World) -> Engine:
+    engine = world.engine("lender")
+    engine.store(key(1), key(2), key(3))
+    return engine
+
+
+@pytest.fixture
+def reader(world: World) -> Engine:
+    return world.engine("reader")
+
+
+class Live(NamedTuple):
+    """A request that is not over."""
+
+    engine: Engine
+    wish: PromotionRequest
+    wanted: list[OffloadKey]
+
+
+def misses(engine: Engine) -> dict[PeerMiss, int]:
+    return {miss: count for miss, count in engine.peers.misses.items() if count}
+
+
+def test_chunks_that_the_source_holds_are_fetched_and_announced(lender: Engine, reader: Engine) -> None:
+    wish = reader.wish(lender)
+    assert reader.step(wish, key(1), key(2)) == [UNKNOWN, UNKNOWN]
+    assert reader.fetch(wish, key(1), key(2)) == [YES, YES]
+    assert reader.announced == {key(1), key(2)}
+    assert reader.peers.pulled == 2 and not misses(reader)
+    assert lender.lender.lent_chunks == 0 and lender.cpu.usage.pinned == 0
+
+
+def test_a_request_without_a_source_fetches_nothing(lender: Engine, reader: Engine) -> None:
+    wish = reader.wish(lender)
+    wish.peer = None
+    assert reader.step(wish, key(1)) == [NO]
+
+
+def test_a_chunk_that_the_source_lacks_is_computed(lender: Engine, reader: Engine) -> None:
+    assert reader.fetch(reader.wish(lender), key(1), key(9)) == [YES, NO]
+    assert misses(reader) == {PeerMiss.ABSENT: 1}
+    # Nothing was evicted for it.
+    assert reader.cpu.usage.free == 7
+
+
+def test_a_lent_chunk_is_not_evicted(world: World, lender: Engine, reader: Engine) -> None:
+    reader.plane.hangs = True
+    reader.step(reader.wish(lender), key(1))
+    wish = reader.wish(lender)
+    reader.step(wish, key(1))
+    reader.step(wish, key(1))
+    world.turn()
+    assert lender.cpu.usage.pinned == 1
+    lender.store(*map(key, range(20, 27)))
+    assert is_ready(lender, key(1))
+
+
+def test_a_chunk_that_is_evicted_after_the_probe_is_a_miss(lender: Engine, reader: Engine) -> None:
+    wish = reader.wish(lender)
+    reader.step(wish, key(1))
+    lender.cpu.discard(key(1))
+    lender.announced.discard(key(1))
+    assert reader.fetch(wish, key(1)) == [NO]
+    assert misses(reader) == {PeerMiss.ABSENT: 1}
+
+
+def test_a_source_that_hangs_costs_one_deadline_and_keeps_no_request(
+    world: World, lender: Engine, reader: Engine
+) -> None:
+    reader.plane.hangs = True
+    wish = reader.wish(lender)
+    for _ in range(4):
+        answers = reader.step(wish, key(1))
+    assert answers == [SOON]
+    world.now_s += TIMEOUT_S
+    assert reader.step(wish, key(1)) == [NO]
+    assert misses(reader) == {PeerMiss.DEADLINE: 1}
+    # Another request does not wait for the slot that may still be written, nor is that slot given away.
+    other = reader.wish(lender)
+    assert reader.step(other, key(1), key(2)) == [NO, UNKNOWN]
+    assert reader.fetch(other, key(2)) == [NO]
+    assert reader.peers.misses[PeerMiss.STALLED] == 1
+    reader.store(*map(key, range(10, 30)))
+    assert reader.cpu.usage.writing == 1
+    assert not reader.tiers.busy
+    # The transfer ends after all, and the source is used again.
+    reader.plane.under_way[0].hangs = False
+    reader.plane.hangs = False
+    reader.step(reader.wish(lender))
+    assert is_ready(reader, key(1))
+    assert reader.fetch(reader.wish(lender), key(2)) == [YES]
+
+
+def test_a_source_that_does_not_answer_costs_one_deadline_and_is_left_alone_for_a_while(
+    world: World, reader: Engine
+) -> None:
+    absent = world.engine("absent")
+    del world.engines["absent"]
+    wish = reader.wish(absent)
+    assert reader.step(wish, key(1)) == [UNKNOWN]
+    world.now_s += TIMEOUT_S
+    assert reader.step(wish, key(1)) == [NO]
+    later = reader.wish(absent)
+    assert reader.fetch(later, key(1)) == [NO]
+    assert misses(reader) == {PeerMiss.DEADLINE: 1, PeerMiss.GONE: 1}
+    assert world.now_s == 100.0 + TIMEOUT_S
+
+
+def test_damaged_content_is_a_miss(lender: Engine, reader: Engine) -> None:
+    reader.plane.damages = True
+    assert reader.fetch(reader.wish(lender), key(1)) == [NO]
+    assert misses(reader) == {PeerMiss.CHECKSUM: 1}
+
+
+def test_the_content_of_another_block_is_a_miss(world: World, lender: Engine, reader: Engine) -> None:
+    wish = reader.wish(lender)
+    reader.step(wish, key(1))
+    other = lender.lender.answer(b"reader", Borrow(98, 0, 1.0, [key(2)]), world.now_s)
+    assert isinstance(other, Lent)
+    # The slot and the checksum are those of the other block.
+    world.forge = lambda answer: (
+        msgspec.structs.replace(other, number=answer.number) if isinstance(answer, Lent) else answer
+    )
+    assert reader.fetch(wish, key(1)) == [NO]
+    assert misses(reader) == {PeerMiss.CHECKSUM: 1}
+
+
+def test_a_source_that_dies_during_a_transfer_is_a_miss(lender: Engine, reader: Engine) -> None:
+    reader.plane.fails = True
+    assert reader.fetch(reader.wish(lender), key(1), key(2)) == [NO, NO]
+    assert misses(reader) == {PeerMiss.GONE: 2}
+    assert reader.cpu.usage.free == 8
+
+
+def test_a_source_that_restarted_is_greeted_again(world: World, lender: Engine, reader: Engine) -> None:
+    assert reader.fetch(reader.wish(lender), key(1)) == [YES]
+    reborn = world.engine("lender")
+    reborn.store(key(2))
+    # The first request finds out; the next one is served.
+    reader.fetch(reader.wish(reborn), key(2))
+    assert reader.fetch(reader.wish(reborn), key(2)) == [YES]
+
+
+@pytest.mark.parametrize(
+    ("identity", "root", "miss"), [(b"another", b"0", PeerMiss.LAYOUT), (IDENTITY, b"1", PeerMiss.SEED)]
+)
+def test_a_source_with_other_facts_lends_nothing(world: World, identity: bytes, root: bytes, miss: PeerMiss) -> None:
+    lender, reader = world.engine("lender"), world.engine("reader", identity=identity, root=root)
+    lender.store(key(1))
+    assert reader.fetch(reader.wish(lender), key(1)) == [NO]
+    assert misses(reader) == {miss: 1}
+    assert lender.lender.counts.refused_readers == 1 and lender.lender.lent_chunks == 0
+
+
+def test_engines_that_were_reset_unequally_often_exchange_nothing(lender: Engine, reader: Engine) -> None:
+    reader.reset()
+    assert reader.fetch(reader.wish(lender), key(1)) == [NO]
+    assert misses(reader) == {PeerMiss.RESETS: 1}
+    lender.reset()
+    lender.store(key(1))
+    assert reader.fetch(reader.wish(lender), key(1)) == [YES]
+
+
+def test_a_source_that_is_reset_between_its_answers_lends_no_chunk_of_its_new_weights(
+    lender: Engine, reader: Engine
+) -> None:
+    wish = reader.wish(lender)
+    reader.step(wish, key(1))
+    lender.reset()
+    lender.store(key(1))
+    assert reader.fetch(wish, key(1)) == [NO]
+    assert reader.cpu.usage.free == 8
+
+
+def test_a_reset_during_a_transfer_drops_what_arrives(world: World, lender: Engine, reader: Engine) -> None:
+    reader.plane.hangs = True
+    wish = reader.wish(lender)
+    for _ in range(4):
+        reader.step(wish, key(1))
+    reader.reset()
+    assert reader.cpu.usage.withheld == 1
+    reader.plane.under_way[0].hangs = False
+    reader.step(reader.wish(lender))
+    assert reader.cpu.usage.free == 8 and not reader.announced
+
+
+def test_no_room_here_is_a_miss_and_evicts_nothing_that_is_needed(world: World, lender: Engine) -> None:
+    reader = world.engine("reader", 2)
+    reader.store(key(8), key(9))
+    reader.tiers.begin_load([key(8), key(9)], reader.wish(lender))
+    assert reader.fetch(reader.wish(lender), key(1)) == [NO]
+    assert misses(reader) == {PeerMiss.NO_ROOM: 1}
+
+
+def test_a_loan_ends_when_its_reader_is_gone(world: World, lender: Engine, reader: Engine) -> None:
+    reader.plane.hangs = True
+    wish = reader.wish(lender)
+    for _ in range(3):
+        reader.step(wish, key(1))
+    assert lender.lender.lent_chunks == 1
+    del world.engines["reader"]
+    world.now_s += 10.0
+    world.turn()
+    assert lender.lender.lent_chunks == 0 and lender.lender.counts.expired_loans == 1
+
+
+def test_a_source_lends_a_bounded_part_of_its_chunks(world: World, lender: Engine, reader: Engine) -> None:
+    lender.store(*map(key, range(1, 8)))
+    reader.plane.hangs = True
+    wish = reader.wish(lender)
+    for _ in range(4):
+        reader.step(wish, *map(key, range(1, 8)))
+    assert lender.lender.lent_chunks == 4
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        None,
+        {},
+        {"remote_kv_source": None},
+        {"remote_kv_source": {"remote_host": "h"}},
+        {"remote_kv_source": {"remote_host": "", "remote_port": 1}},
+        {"remote_kv_source": {"remote_host": "h" * 300, "remote_port": 1}},
+        {"remote_kv_source": {"remote_host": "h", "remote_port": 0}},
+        {"remote_kv_source": {"remote_host": "h", "remote_port": 70_000}},
+        {"remote_kv_source": {"remote_host": "h", "remote_port": True}},
+        {"remote_kv_source": ["h", 1]},
+    ],
+)
+def test_an_incomplete_source_is_none(params: dict[str, object] | None) -> None:
+    assert source_wish(params) is None
+
+
+def test_a_source_is_read_from_the_fields_of_vllm() -> None:
+    given = {"kv_request_id": "r", "remote_host": "10.0.0.1", "remote_port": "5710", "timeout_s": 0.2}
+    assert source_wish({"remote_kv_source": given}) == SourceWish(PeerSource("10.0.0.1", 5710), 0.2)
+    assert source_wish({"remote_kv_source": given | {"timeout_s": -1}}) == SourceWish(PeerSource("10.0.0.1", 5710))
+
+
+def test_bytes_that_are_no_message_are_none() -> None:
+    rng = random.Random(5)
+    for size in range(200):
+        noise = rng.randbytes(size)
+        assert read_by_source(noise) is None and read_by_reader(noise) is None
+
+
+def test_an_answer_of_another_length_is_a_miss(world: World, lender: Engine, reader: Engine) -> None:
+    wish = reader.wish(lender)
+    reader.fetch(reader.wish(lender), key(3))
+    world.forge = lambda answer: Present(answer.number, b"\1\1\1") if isinstance(answer, Present) else answer
+    assert reader.fetch(wish, key(1)) == [NO]
+    assert misses(reader) == {PeerMiss.PROTOCOL: 1}
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_whatever_happens_content_is_right_requests_end_and_slots_come_back(seed: int) -> None:
+    """Three engines read from each other while chunks are evicted, engines reset, restart and hang, and copies fail.
+
+    `Engine.read_changes` checks after each step that every chunk that can be loaded has the content of the engine's own
+    weights. At the end everything is undone, and a fetch succeeds.
+    """
+    rng = random.Random(seed)
+    world = World()
+    engines = [world.engine(name, rng.randint(3, 10)) for name in ("a", "b", "c")]
+    live: list[Live] = []
+    for _ in range(250):
+        engine, other = rng.sample(engines, 2)
+        event = rng.random()
+        if event < 0.1:
+            engine.store(*{key(rng.randrange(12)) for _ in range(rng.randint(1, 3))})
+        elif event < 0.2:
+            timeout_s = rng.choice((0.1, 1.0, 3.0))
+            wanted = [key(number) for number in rng.sample(range(12), 4)]
+            live.append(Live(engine, engine.wish(other, timeout_s), wanted))
+        elif event < 0.7 and live:
+            request = rng.choice(live)
+            answers = request.engine.step(request.wish, *request.wanted)
+            assert request.wish.peer is not None
+            deadline_s = request.wish.peer.deadline_s
+            if deadline_s is not None and deadline_s <= world.now_s:
+                assert UNKNOWN not in answers and SOON not in answers, "a request waits beyond its deadline"
+            if rng.random() < 0.2:
+                request.engine.tiers.forget(request.wish)
+                live.remove(request)
+        elif event < 0.73:
+            for each in engines if rng.random() < 0.8 else [engine]:
+                each.reset()
+        elif event < 0.75:
+            live = [request for request in live if request.engine is not engine]
+            engines[engines.index(engine)] = world.engine(engine.name, rng.randint(3, 10))
+        elif event < 0.9:
+            fault = rng.choice(("hangs", "damages", "fails", "refuses"))
+            setattr(engine.plane, fault, rng.random() < 0.3)
+            other.stopped = rng.random() < 0.3
+            for transfer in engine.plane.under_way:
+                transfer.hangs = rng.random() < 0.3
+        else:
+            world.now_s += rng.choice((0.01, 0.3, 3.0))
+        world.turn(rng)
+        for each in engines:
+            each.tiers.end_step()
+            each.read_changes()
+            usage = each.cpu.usage
+            assert usage.free + usage.writing + usage.ready + usage.withheld == usage.num_slots
+    for request in live:
+        request.engine.tiers.forget(request.wish)
+    for engine in engines:
+        engine.stopped = False
+        engine.plane.hangs = engine.plane.damages = engine.plane.fails = engine.plane.refuses = False
+        for transfer in engine.plane.under_way:
+            transfer.hangs = transfer.fails = transfer.damages = False
+    for _ in range(4):
+        world.now_s += 70.0
+        for _ in range(10):
+            world.turn()
+        for engine in engines:
+            engine.tiers.end_step()
+            engine.read_changes()
+    for engine in engines:
+        usage = engine.cpu.usage
+        assert usage.writing == usage.withheld == usage.pinned == 0
+        assert engine.lender.lent_chunks == 0
+        assert not engine.tiers.busy
+    first, second, _ = engines
+    while first.tiers.num_resets < second.tiers.num_resets:
+        first.reset()
+    while second.tiers.num_resets < first.tiers.num_resets:
+        second.reset()
+    first.weights = second.weights = 1_000
+    first.tiers.reset()
+    second.tiers.reset()
+    first.read_changes()
+    second.read_changes()
+    second.store(key(99))
+    first.fetch(first.wish(second), key(99))
+    assert first.fetch(first.wish(second), key(99)) == [YES]
