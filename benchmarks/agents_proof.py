@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.engine_venv import ENVIRONMENT, engine_python
 from benchmarks.report import machine, markdown, parser_of, progress, scratch
-from tests.engine.agents import FLAGS, RENDER, STORE, Door, Line, Tally, converse, door_at, warm_up
+from tests.engine.agents import FLAGS, RENDER, STORE, Door, Line, Tally, converse, door_at, own_tokenizer, warm_up
 from tests.engine.chat_fleet import Fleet, chat_fleet
 from tests.engine.chat_model import write_chat_model
 from tests.support.envoy_process import BUFFERED, FULL_DUPLEX, ORIGINAL_DST, OVERRIDE_HOST, EnvoyProcess
@@ -50,7 +50,11 @@ def parse() -> argparse.Namespace:
     parser = parser_of(__doc__, result=True)
     parser.add_argument("--requests", type=int, default=200, help="through each door")
     parser.add_argument("--door", action="append", choices=(PROXY, *ENVOYS), help="default: all")
-    parser.add_argument("--no-render", action="store_true", help="without the engines' render endpoints")
+    parser.add_argument(
+        "--no-render",
+        action="store_true",
+        help="without the engines' render endpoints, and with a tokenizer in the router",
+    )
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
 
@@ -69,12 +73,13 @@ def opened(folder: Path, name: str, fleet: Fleet, picker_port: int) -> Iterator[
 def prove(folder: Path, arguments: argparse.Namespace, tallies: list[Tally]) -> None:
     """Hold the conversations through each door, and append the tally of each door before they begin."""
     picker_port = free_port()
+    model = write_chat_model(folder / "model")
     with chat_fleet(
         folder,
-        write_chat_model(folder / "model"),
+        model,
         (*FLAGS, *(() if arguments.no_render else RENDER)),
         environment=ENVIRONMENT | STORE | {"OMP_NUM_THREADS": "1"},
-        router_flags=["--gateway-port", str(picker_port)],
+        router_flags=["--gateway-port", str(picker_port), *(own_tokenizer(model) if arguments.no_render else ())],
         python=str(engine_python()),
     ) as fleet:
         for name in arguments.door or (PROXY, *ENVOYS):

@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, Protocol
 
@@ -39,6 +40,14 @@ COMMON = "the cache of an engine keeps what it computed for the next turn of a c
 WORDS = ("router", "engine", "the cache", "tokens of", "日本", "Größe", "🙂", "3.14", "line\nline", '{"a": 1}')
 # Requests whose tokens only the engine knows, because it has the conversation (docs/reference/proxy.md).
 FOLLOW_UP = "follow-up by id"
+
+
+def own_tokenizer(model: Path) -> tuple[str, ...]:
+    """Return the flags of a router that tokenizes with a model's folder itself.
+
+    The model's template writes whole calls of functions, which `/tokenize` gets in another order of their keys.
+    """
+    return ("--tokenizer", f"{MODEL}={model}")
 
 
 class Reply(NamedTuple):

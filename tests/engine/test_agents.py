@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.engine.agents import FLAGS, FOLLOW_UP, RENDER, STORE, Line, Tally, converse, door_at, warm_up
+from tests.engine.agents import FLAGS, FOLLOW_UP, RENDER, STORE, Line, Tally, converse, door_at, own_tokenizer, warm_up
 from tests.engine.chat_fleet import WAIT_S, Fleet, chat_fleet
 from tests.engine.chat_model import write_chat_model
 
@@ -23,10 +23,12 @@ pytestmark = pytest.mark.engine
 REQUESTS = 54
 
 
-@pytest.fixture(scope="module", params=[RENDER], ids=["render"])
+@pytest.fixture(scope="module", params=["render", "no render"])
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder: Path = tmp_path_factory.mktemp("agents")
-    with chat_fleet(folder, write_chat_model(folder / "model"), (*FLAGS, *request.param), environment=STORE) as running:
+    model = write_chat_model(folder / "model")
+    flags, router_flags = (RENDER, ()) if request.param == "render" else ((), own_tokenizer(model))
+    with chat_fleet(folder, model, (*FLAGS, *flags), environment=STORE, router_flags=router_flags) as running:
         yield running
 
 
