@@ -53,7 +53,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--no-render",
         action="store_true",
-        help="without the engines' render endpoints, and with a tokenizer in the router",
+        help="without the engines' render endpoints, but with the router's own tokenizer",
     )
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()

@@ -113,8 +113,9 @@ def test_the_requirements_are_the_packages_that_are_imported() -> None:
     optional = {
         re.split(r"[^\w-]", need)[0] for needs in PROJECT["project"]["optional-dependencies"].values() for need in needs
     }
-    assert packages - ENGINES == required | optional
-    assert optional == {"xxhash"}, "optional is what the code imports inside `try`"
+    # `data_plane.py` imports NIXL by its name, because it comes in several packages.
+    assert packages - ENGINES == (required | optional) - {"nixl-cu12"}
+    assert optional == {"xxhash", "nixl-cu12"}, "optional is what the code imports inside `try`"
     # An upper bound would let pip replace a package that the engine chose.
     assert not [need for need in PROJECT["project"]["dependencies"] if not re.fullmatch(r"[\w-]+>=[\d.]+", need)]
 
