@@ -14,7 +14,14 @@ import pytest
 from tokenizers import Tokenizer
 
 from kvrouter.router.base.common.errors import SettingError
-from kvrouter.router.route.tokens.client_body import CHAT_PATH, RESPONSES_PATH, TEXT_PATH, read_client_body
+from kvrouter.router.model.engines.known import ENGINES
+from kvrouter.router.route.tokens.client_body import (
+    CHAT_PATH,
+    MESSAGES_PATH,
+    RESPONSES_PATH,
+    TEXT_PATH,
+    read_client_body,
+)
 from kvrouter.router.route.tokens.engine.wire import RenderQuirks
 from kvrouter.router.route.tokens.local.local_tokenizer import LocalTokenizer
 from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
@@ -170,6 +177,13 @@ def test_ambiguous_chats_are_left_to_the_engine(folder: Path, body: dict[str, An
     with pytest.raises(TokensUnknown) as caught:
         LocalTokenizer(folder, now).ids(asked(body), RenderQuirks())
     assert caught.value.reason == "unsupported"
+
+
+def test_a_message_of_which_sglang_makes_an_empty_chat_is_refused_by_the_template(folder: Path) -> None:
+    request = asked({"messages": [{"role": "user", "content": []}]}, MESSAGES_PATH)
+    with pytest.raises(TokensUnknown) as caught:
+        LocalTokenizer(folder, now).ids(request, RenderQuirks(reading=ENGINES["sglang"].tokens.reading))
+    assert caught.value.reason == "refused"
 
 
 def test_a_deep_message_to_be_continued_is_refused(folder: Path) -> None:

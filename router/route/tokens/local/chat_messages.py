@@ -33,7 +33,7 @@ def conversation(request: TokenRequest, quirks: RenderQuirks) -> list[dict[str, 
         TokensUnknown: Only the engine can read the messages.
     """
     messages = [_message(message, quirks) for message in request.messages]
-    if quirks.reading.turns_last_answer and request.value("continue_final_message") is not True:
+    if messages and quirks.reading.turns_last_answer and request.value("continue_final_message") is not True:
         last_message = messages[-1]
         if last_message["role"] == "assistant" and isinstance(last_message["content"], str):
             messages[-1] = {"role": "user", "content": last_message["content"]}
