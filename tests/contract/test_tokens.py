@@ -7,12 +7,18 @@ Real HTTP servers answer as vLLM does.
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from kvrouter.router.route.tokens import tokenizer
 from kvrouter.router.route.tokens.client_body import CHAT_PATH, TEXT_PATH
 from kvrouter.router.route.tokens.engine import verified_engines as judged_engines
+from kvrouter.router.route.tokens.engine.wire import RenderQuirks, tokenize_body
+from kvrouter.router.route.tokens.token_request import TokenRequest
 from kvrouter.router.route.tokens.unknown_prompts import COUNTED_MIN
 from tests.support.token_engine import tokens_of
 from tests.support.tokenizer_stage import CHAT, MODEL, NO_RENDER, RENDER_CHAT, RENDER_TEXT, Here, case, ids, until
@@ -99,6 +105,42 @@ async def test_a_local_tokenizer_that_differs_is_reported_and_not_used(wrong: st
         assert (await stage.text("a")).source == ("render" if wrong == "text" else "local")
         prompt = await stage.chat(tools=[{"type": "function", "function": {"name": "f"}}])
         assert prompt.source == ("local" if wrong == "text" else "render")
+
+
+async def test_other_work_goes_on_while_a_local_tokenizer_is_verified() -> None:
+    turns = 0
+    at_turns = set()
+
+    class Noting(Here):
+        def ids(self, request: TokenRequest, quirks: RenderQuirks) -> NDArray[np.int64]:
+            at_turns.add(turns)
+            return super().ids(request, quirks)
+
+    async def take_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with case(local=Noting()) as stage:
+        taking = asyncio.create_task(take_turns())
+        await until(lambda: stage.tokenizing.status(MODEL, stage.engines[0].url).way == "local")
+        taking.cancel()
+    assert len(at_turns) == len(Here().likely_quirks())
+
+
+async def test_a_long_body_for_an_engine_is_made_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def noting(*arguments: Any) -> bytes:
+        threads.append(threading.current_thread())
+        return tokenize_body(*arguments)
+
+    monkeypatch.setattr(tokenizer, "tokenize_body", noting)
+    async with case(statuses=NO_RENDER) as stage:
+        for size in (10, tokenizer.READ_BYTES):
+            assert (await stage.text("a" * size)).source == "tokenize"
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
 async def test_a_restarted_engine_is_verified_again(monkeypatch: pytest.MonkeyPatch) -> None:

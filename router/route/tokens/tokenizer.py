@@ -13,6 +13,7 @@ import logging
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import aiohttp
@@ -565,7 +566,8 @@ class TextTokenizer:
             answer = await (client or self._client).post(url, path, render_body(request, model), authorization)
             ids, items = await self._parsed(answer, lambda: rendered(request.kind, answer))
             return FoundTokens(ids, "render", items)
-        body = tokenize_body(request, verdict.tokenize_quirks, verdict.ways)
+        make = partial(tokenize_body, request, verdict.tokenize_quirks, verdict.ways)
+        body = make() if request.size_bytes <= READ_BYTES else await self._in_thread(make)
         answer = await self._client.post(url, TOKENIZE_PATH, body, authorization)
         return FoundTokens(await self._parsed(answer, lambda: tokenized_ids(answer)), "tokenize")
 

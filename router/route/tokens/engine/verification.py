@@ -8,6 +8,7 @@ code, and differs for some models (gpt-oss) and flags.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -151,7 +152,12 @@ class Verifier:
             tried = [msgspec.structs.replace(quirks, reading=ways.reading) for quirks in maker.likely_quirks()]
             trials = Trials(probes, tried)
             for some_probes, some_quirks in trials:
-                trials.found([(compared(maker.ids, quirks, some_probes, truths), quirks) for quirks in some_quirks])
+                attempts = []
+                for quirks in some_quirks:
+                    attempts.append((compared(maker.ids, quirks, some_probes, truths), quirks))
+                    # All attempts together take some tens of milliseconds of the event loop.
+                    await asyncio.sleep(0)
+                trials.found(attempts)
             local, local_quirks = trials.results, trials.quirks
         return Verdict(
             ways,

@@ -28,8 +28,9 @@ log = logging.getLogger(__name__)
 # How often to look for new engines, and how soon to try an engine again that did not answer.
 LOOK_S = 0.25
 RETRY_S = 2.0
-# The time for judging an engine: some tens of probes, and the engine may be busy.
-JUDGE_TIMEOUT_S = 15.0
+# The time for judging an engine: some tens of probes, one after another. An engine without render endpoints runs ten of
+# them, each of which may wait in its queue for some seconds; nothing is verified if one of them is too late.
+JUDGE_TIMEOUT_S = 40.0
 # The shortest interval between two verifications. Restarts are detected by the engine's event stream, which may restart
 # more often than the engine.
 MIN_JUDGE_INTERVAL_S = 5.0
