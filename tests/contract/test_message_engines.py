@@ -19,7 +19,14 @@ from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.model.engines.known import ENGINES, RENDERER_WAYS
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.engine_key import EngineKey
-from kvrouter.router.route.tokens.client_body import MESSAGES_PATH, read_client_body
+from kvrouter.router.model.workers.renderer_spec import RendererSpec
+from kvrouter.router.route.tokens.client_body import (
+    CHAT_PATH,
+    MESSAGES_PATH,
+    RESPONSES_PATH,
+    TEXT_PATH,
+    read_client_body,
+)
 from kvrouter.router.route.tokens.engine.client import Engine
 from kvrouter.router.route.tokens.engine.wire import COUNT_PATH, RenderQuirks, chat_of
 from kvrouter.router.route.tokens.prompt_tokens import Prompt
@@ -27,6 +34,7 @@ from kvrouter.router.route.tokens.thinking import NO_SWITCH, ThinkingHistory, Th
 from kvrouter.router.route.tokens.token_metrics import TokenMetrics
 from kvrouter.router.route.tokens.token_request import TokenRequest, read
 from kvrouter.router.route.tokens.tokenizer import TextTokenizer
+from kvrouter.router.route.tokens.unknown_prompts import COUNTED_MIN
 from tests.support.token_engine import TokenEngine
 
 MODEL = "m"
@@ -83,11 +91,13 @@ def engine_of(kind: str, history: ThinkingHistory = THINK, switch: ThinkingSwitc
 
 
 @asynccontextmanager
-async def tokenizer_of(engines: Sequence[ScriptedEngine]) -> AsyncIterator[TextTokenizer]:
+async def tokenizer_of(
+    engines: Sequence[ScriptedEngine], renderers: Sequence[TokenEngine] = ()
+) -> AsyncIterator[TextTokenizer]:
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        for engine in engines:
-            await stack.enter_async_context(engine)
+        for server in (*engines, *renderers):
+            await stack.enter_async_context(server)
         rows = [Engine(engine.url, "1", ENGINES[engine.quirks.reading.name].tokens) for engine in engines]
         tokenizer = TextTokenizer(
             models=lambda: [MODEL],
@@ -96,7 +106,7 @@ async def tokenizer_of(engines: Sequence[ScriptedEngine]) -> AsyncIterator[TextT
             engine_key=EngineKey(None, AllowList()),
             workers=lambda _: 1,
             local={},
-            renderers=[],
+            renderers=[RendererSpec(MODEL, renderer.url, None) for renderer in renderers],
             renderer_ways=RENDERER_WAYS,
             timeout_s=TIMEOUT_S,
             metrics=TokenMetrics(MetricRegistry()),
@@ -110,8 +120,8 @@ async def tokenizer_of(engines: Sequence[ScriptedEngine]) -> AsyncIterator[TextT
             await tokenizer.stop()
 
 
-async def asked(tokenizer: TextTokenizer, body: dict[str, Any]) -> Prompt:
-    return await tokenizer.prompt(MESSAGES_PATH, MODEL, read_client_body(MESSAGES_PATH, msgspec.json.encode(body)))
+async def asked(tokenizer: TextTokenizer, body: dict[str, Any], path: str = MESSAGES_PATH) -> Prompt:
+    return await tokenizer.prompt(path, MODEL, read_client_body(path, msgspec.json.encode(body)))
 
 
 @pytest.mark.parametrize(
@@ -154,3 +164,35 @@ async def test_engines_of_both_kinds_do_not_mix_their_prompts() -> None:
         prompt = await asked(tokenizer, HELLO)
         assert (prompt.source, prompt.reason) == ("none", "unverified")
         assert "different kinds" in prompt.problem
+
+
+async def test_responses_of_engines_of_both_kinds_are_placed_by_load() -> None:
+    rendering = engine_of("vllm")
+    rendering.statuses = {}
+    async with tokenizer_of([rendering, engine_of("sglang")]) as tokenizer:
+        prompt = await asked(tokenizer, {"input": "hi"}, RESPONSES_PATH)
+        assert (prompt.source, prompt.reason) == ("none", "unverified")
+        assert "different kinds" in prompt.problem
+
+
+async def test_responses_of_sglang_are_no_fault_of_a_setting() -> None:
+    async with tokenizer_of([engine_of("sglang")]) as tokenizer:
+        for _ in range(COUNTED_MIN):
+            prompt = await asked(tokenizer, {"input": "hi"}, RESPONSES_PATH)
+            assert (prompt.source, prompt.reason) == ("none", "not_looked_up") and "x-session-id" in prompt.problem
+        assert not list(tokenizer.missing())
+        (unread,) = tokenizer.unread_responses()
+        assert not unread.can_render
+
+
+async def test_a_renderer_of_vllm_makes_the_tokens_of_texts_alone_for_sglang() -> None:
+    engine, renderer = engine_of("sglang"), TokenEngine()
+    # It makes the engine's own tokens of the chats that are probed; that of a last answer differs.
+    renderer.tokens = written
+    async with tokenizer_of([engine], [renderer]) as tokenizer:
+        chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "it is"}]}
+        assert (await asked(tokenizer, chat, CHAT_PATH)).source == "tokenize"
+        assert (await asked(tokenizer, HELLO)).source == "tokenize"
+        assert (await asked(tokenizer, {"prompt": "a text"}, TEXT_PATH)).source == "render"
+        assert not any("it is" in str(body) for _, body in renderer.asked)
+        assert tokenizer.renderer_problems() == []

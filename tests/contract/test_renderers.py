@@ -10,12 +10,14 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.engine_key import EngineKey
 from kvrouter.router.route.tokens.client_body import MESSAGES_PATH, RESPONSES_PATH, read_client_body
 from kvrouter.router.route.tokens.engine import renderers as module
+from kvrouter.router.route.tokens.prompt_tokens import Prompt
 from kvrouter.router.route.tokens.unknown_prompts import COUNTED_MIN
 from tests.support.token_engine import TokenEngine, tokens_of
 from tests.support.tokenizer_stage import CHAT, MODEL, RENDER_CHAT, RENDER_TEXT, Case, Here, case, ids, until
@@ -113,6 +115,63 @@ async def test_messages_and_responses_need_their_own_proof() -> None:
         assert prompt.source == "render" and asked_of(stage.renderers[0], "a message") == ["/v1/messages/render"]
         prompt = await stage.tokenizing.prompt(RESPONSES_PATH, MODEL, response)
         assert prompt.source == "render" and asked_of(stage.renderers[0], "a response") == [RENDER_RESPONSES]
+
+
+THINKS: dict[str, dict[str, Any]] = {
+    "switched on": {"thinking": {"type": "adaptive"}},
+    "of an earlier turn": {
+        "messages": [
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "so"}, {"type": "text", "text": "yes"}]},
+            {"role": "user", "content": "a message"},
+        ]
+    },
+    "with an effort": {"output_config": {"effort": "low"}},
+}
+
+
+async def message(stage: Case, **changes: Any) -> Prompt:
+    body = {"messages": [{"role": "user", "content": "a message"}], "max_tokens": 1} | changes
+    client_body = read_client_body(MESSAGES_PATH, msgspec.json.encode(body))
+    return await stage.tokenizing.prompt(MESSAGES_PATH, MODEL, client_body)
+
+
+@pytest.mark.parametrize("thinking", THINKS)
+async def test_thinking_which_vllm_does_not_take_keeps_no_message_from_a_renderer(thinking: str) -> None:
+    async with case(renderers=1) as stage:
+        await verified(stage)
+        assert (await message(stage, **THINKS[thinking])).source == "render"
+        assert asked_of(stage.renderers[0], "a message") == ["/v1/messages/render"]
+
+
+async def test_a_renderer_stays_in_use_after_a_message_that_switches_thinking_off() -> None:
+    async with case(renderers=1) as stage:
+        await verified(stage)
+        assert (await message(stage, thinking={"type": "disabled"})).reason == "not_looked_up"
+        assert not stage.tokenizing.renderer_problems()
+        assert not [
+            body for server in stage.renderers + stage.engines for _, body in server.asked if "thinking" in body
+        ]
+
+
+async def test_media_of_a_response_are_left_to_the_engine() -> None:
+    image = {"type": "input_image", "image_url": "data:,"}
+    for item in (
+        {"role": "user", "content": [image, {"type": "input_text", "text": "picture"}]},
+        {"type": "function_call_output", "call_id": "picture", "output": [image]},
+    ):
+        async with case(renderers=1) as stage:
+            await verified(stage)
+            await stage.response(input=[item])
+            assert asked_of(stage.engines[0], "picture") and not asked_of(stage.renderers[0], "picture")
+
+
+async def test_a_renderer_without_an_endpoint_for_responses_stays_in_use_for_others() -> None:
+    async with case(renderers=1) as stage:
+        # It runs them, as an engine does.
+        stage.renderers[0].statuses["/v1/responses/render"] = 404
+        await verified(stage)
+        assert (await stage.response(input="a response")).source == "render"
+        assert not stage.tokenizing.renderer_problems() and not asked_of(stage.renderers[0], "a response")
 
 
 FAILURES: dict[str, Callable[[TokenEngine], None]] = {

@@ -108,4 +108,4 @@ async def test_what_cannot_be_converted_is_named() -> None:
         prompt = await stage.response(input="a", truncation="auto")
         assert prompt.reason == "unsupported" and "truncation" in prompt.problem
         prompt = await stage.response(input="a", kv_transfer_params={"prompt_token_ids": [1]})
-        assert prompt.reason == "unsupported" and "prompt_token_ids" in prompt.problem
+        assert prompt.reason == "not_looked_up" and "prompt_token_ids" in prompt.problem

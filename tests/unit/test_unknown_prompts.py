@@ -77,6 +77,7 @@ def test_refusals_of_single_requests_and_given_ids_do_not_count() -> None:
         ("/v1/completions", {"prompt": ["a"] * 5_000}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "extra_key": "k"}),
         ("/v1/responses", {"input": "hi", "previous_response_id": "resp_1"}),
+        ("/v1/responses", {"input": "hi", "kv_transfer_params": {"prompt_token_ids": [1]}}),
         ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "thinking": {"type": "disabled"}}),
         (
             "/v1/messages",

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
-from kvrouter.router.route.tokens.token_request import TokenRequest
+from kvrouter.router.route.tokens.token_request import RESPONSE_MEDIA, TokenRequest
 
 ROLES = ("user", "system", "developer")
 MESSAGE_KEYS = frozenset({"type", "role", "content", "id", "status", "phase"})
@@ -130,7 +130,7 @@ def _content(content: Any, owner: str) -> str | list[Message]:
     parts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind in ("input_image", "input_file", "input_audio"):
+        if kind in RESPONSE_MEDIA:
             raise TokensUnknown(
                 "media", f"{owner} has a part of the type {kind!r}, which only an engine's render reads"
             )

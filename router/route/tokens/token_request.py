@@ -101,6 +101,8 @@ MESSAGE_FIELDS = ("messages", "system", "tools", "tool_choice", "thinking", "out
 # entrypoints/openai/responses/utils.py.
 CALL_ITEMS = ("function_call", "function_call_output")
 CUSTOM_ITEMS = ("custom_tool_call", "custom_tool_call_output")
+# The types of an item's parts that are more than text.
+RESPONSE_MEDIA = ("input_image", "input_file", "input_audio")
 
 # These fields matter if a prompt is cut so that its answer fits.
 OUTPUT_LIMITS = ("max_tokens", "max_completion_tokens")
@@ -179,6 +181,19 @@ class TokenRequest:
         has_media = _has_media if self.kind == "chat" else message_blocks.has_media
         return next((index for index, message in enumerate(self.messages) if has_media(message)), None)
 
+    @cached_property
+    def _items(self) -> list[dict[str, Any]]:
+        """The items of a Response's input."""
+        return _objects(self.value("input"))
+
+    @cached_property
+    def has_media(self) -> bool:
+        """Whether the request has more than text."""
+        if self.kind != "responses":
+            return self.media_at is not None
+        contents = (item.get(name) for item in self._items for name in ("content", "output"))
+        return any(part.get("type") in RESPONSE_MEDIA for content in contents for part in _objects(content))
+
     @property
     def text_bytes(self) -> int:
         """The size of the texts in the messages, in characters; without the images, which may have megabytes."""
@@ -221,7 +236,7 @@ class TokenRequest:
 
     def _response_features(self) -> tuple[Feature, ...]:
         features: list[Feature] = ["responses"]
-        tools, items = (_objects(self.value(name)) for name in ("tools", "input"))
+        tools, items = _objects(self.value("tools")), self._items
         if tools:
             features.append("unused response tools" if self.value("tool_choice") == "none" else "response tools")
             if any(tool.get("type") != "function" for tool in tools):
@@ -311,7 +326,7 @@ def read(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64] | List
             )
         if b"prompt_token_ids" in bytes(fields.get("kv_transfer_params", NULL)):
             raise TokensUnknown(
-                "unsupported", "kv_transfer_params.prompt_token_ids of a Response are the engine's to read"
+                "not_looked_up", "kv_transfer_params.prompt_token_ids of a Response are the engine's to read"
             )
         return TokenRequest("responses", relevant)
     if path == EMBEDDINGS_PATH and "input" in relevant:

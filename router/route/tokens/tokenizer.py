@@ -451,6 +451,8 @@ class TextTokenizer:
             TokensUnknown: None of them could return the tokens.
         """
         verdicts = await self._engines.verdicts(model)
+        if self._engines.reads_differently(model, request):
+            raise self._engines.why_none(model, request, verdicts)
         problem: TokensUnknown | None = None
         if model in self._renderers.models:
             tokens = await self._ask_renderers(model, request, verdicts)
@@ -458,7 +460,7 @@ class TextTokenizer:
                 return tokens
             problem = tokens
         urls = [url for url, verdict in verdicts.items() if token_path(verdict, request) is not None]
-        if not urls or (request.kind == "messages" and len(self._engines.readings(model)) > 1):
+        if not urls:
             raise problem or self._engines.why_none(model, request, verdicts)
         for url in self._in_turn(self._staying(model, urls), self._client):
             try:
@@ -615,7 +617,7 @@ def _whole(
 ) -> TokenRequest | NDArray[np.int64] | ListRequest | Prompt:
     """Compute now the properties of a long request that are otherwise computed later, and return the request."""
     if isinstance(request, TokenRequest):
-        request.key, request.media_at, request.features  # noqa: B018
+        request.key, request.has_media, request.features  # noqa: B018
     return request
 
 

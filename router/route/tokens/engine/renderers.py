@@ -22,7 +22,7 @@ from kvrouter.router.route.tokens.engine.probes import agrees, difference
 from kvrouter.router.route.tokens.engine.verification import EQUAL, Verdict, Verifier
 from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
 from kvrouter.router.route.tokens.token_metrics import TokenMetrics
-from kvrouter.router.route.tokens.token_request import LEFT_TO_THE_ENGINE, Feature, TokenRequest
+from kvrouter.router.route.tokens.token_request import LEFT_TO_THE_ENGINE, THINKING_OFF, Feature, TokenRequest
 
 log = logging.getLogger(__name__)
 
@@ -197,13 +197,18 @@ class Renderers:
             engines: The verdicts on the model's engines, by URL. If there are none, a renderer that makes tokens of the
                 probes is trusted.
         """
-        if request.media_at is not None or any(request.has(name) for name in LEFT_TO_THE_ENGINE):
+        # No render endpoint applies thinking that is disabled.
+        if request.has_media or THINKING_OFF in request.features or any(map(request.has, LEFT_TO_THE_ENGINE)):
             return []
         return [
             renderer.spec.url
             for renderer in self._renderers.get(model, ())
             if renderer.verdict is not None
-            and all(self._equals(renderer.spec, renderer.verdict, feature, engines) for feature in request.features)
+            and renderer.verdict.renders_kind(request.kind)
+            and all(
+                self._equals(renderer.spec, renderer.verdict, feature, engines)
+                for feature in renderer.verdict.decisive(request)
+            )
         ]
 
     def _equals(self, spec: RendererSpec, rendering: Verdict, feature: Feature, engines: Mapping[str, Verdict]) -> bool:
@@ -265,9 +270,14 @@ class Renderers:
 
 
 def _compare(rendering: Verdict, engine: Verdict) -> dict[Feature, str]:
-    """Return for each feature EQUAL, or how the renderer's tokens differ from the engine's."""
+    """Return for each feature EQUAL, or how the renderer's tokens differ from the engine's.
+
+    An engine of another kind reads chats in another way and has other probes of them, so only texts are compared.
+    """
     results: dict[Feature, str] = {}
     for feature, truth in engine.truths.items():
+        if feature != "text" and engine.ways.reading != rendering.ways.reading:
+            continue
         ids = rendering.truths.get(feature)
         if isinstance(ids, np.ndarray):
             results[feature] = EQUAL if agrees(truth, ids) else difference(truth, ids)

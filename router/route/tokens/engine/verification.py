@@ -44,7 +44,7 @@ from kvrouter.router.route.tokens.engine.wire import (
 )
 from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
 from kvrouter.router.route.tokens.thinking import HISTORIES, SWITCHES
-from kvrouter.router.route.tokens.token_request import THINKING_OFF, THINKING_ON, Feature, TokenRequest
+from kvrouter.router.route.tokens.token_request import THINKING_OFF, THINKING_ON, Feature, Kind, TokenRequest
 
 # The result for tokens that equal the engine's; any other text is the reason why they do not.
 EQUAL = ""
@@ -104,13 +104,18 @@ class Verdict(msgspec.Struct, frozen=True, eq=False):
     # The front end before the engine that lacks its render endpoints, for people, or "" if there is none.
     front_end: str = ""
 
-    def unequal(self, results: Mapping[Feature, str], request: TokenRequest) -> Feature | None:
-        """Return the first feature of the request for which a way does not make the engine's tokens, None if it does.
+    def renders_kind(self, kind: Kind) -> bool:
+        """Return whether it has a render endpoint for requests of this kind."""
+        return {"messages": self.renders_messages, "responses": self.renders_responses}.get(kind, self.renders)
 
-        Thinking has no influence on the prompt of an engine that does not take it.
-        """
+    def decisive(self, request: TokenRequest) -> Iterator[Feature]:
+        """Yield the request's features that have an influence on the prompt of this engine; it may not take thinking."""
         ignored: tuple[Feature, ...] = () if self.ways.reading.takes_thinking else (*HISTORY, *SWITCH, *EFFORT)
-        return next((f for f in request.features if f not in ignored and results.get(f) != EQUAL), None)
+        yield from (feature for feature in request.features if feature not in ignored)
+
+    def unequal(self, results: Mapping[Feature, str], request: TokenRequest) -> Feature | None:
+        """Return the first feature of the request for which a way does not make the engine's tokens, None if it does."""
+        return next((feature for feature in self.decisive(request) if results.get(feature) != EQUAL), None)
 
 
 class Verifier:

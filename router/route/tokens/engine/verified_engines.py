@@ -205,9 +205,9 @@ class VerifiedEngines:
         self._renderers.look(models, present)
         self._metrics.renderers_unusable.set(len({url for _, url, _ in self.renderer_problems()}))
 
-    def readings(self, model: str) -> set[str]:
-        """Return the names of the ways in which the model's engines read messages."""
-        return {engine.ways.reading.name for engine in self.of(model)}
+    def reads_differently(self, model: str, request: TokenRequest) -> bool:
+        """Return whether the model's engines are of kinds that make different chats of such a request."""
+        return request.kind in ("messages", "responses") and len({e.ways.reading.name for e in self.of(model)}) > 1
 
     def all_alike(self, model: str) -> bool:
         """Return whether every engine of the model is judged and all make the same tokens of the probes."""
@@ -228,15 +228,21 @@ class VerifiedEngines:
             # An engine that refused a verification has not refused this request.
             reason = failed[0].reason if failed[0].reason == "unauthorized" else "unreachable"
             return TokensUnknown(reason, failed[0].problem)
-        if request.kind == "messages" and len(self.readings(model)) > 1:
+        if self.reads_differently(model, request):
             return TokensUnknown(
                 "unverified",
-                "the model is served by engines of different kinds, which make different prompts of a message; serve it "
-                "under another name by each kind",
+                "the model is served by engines of different kinds, which make different prompts of a "
+                f"{PROBE_NAMES[request.kind]}; serve it under another name by each kind",
             )
         verdict = next(iter(verdicts.values()))
         if request.kind == "responses":
             self._unread_responses.setdefault(model, set()).update(request.features)
+            if not verdict.ways.reading.converts_responses:
+                return TokensUnknown(
+                    "not_looked_up",
+                    f"what this engine makes of a {PROBE_NAMES['responses']} is not known, so it is placed by load; clients can "
+                    "send x-session-id, which keeps a conversation at its worker",
+                )
         for feature in request.features:
             result = verdict.tokenizes.get(feature, EQUAL)
             if result != EQUAL:
@@ -420,8 +426,7 @@ def _reads(verdict: Verdict, feature: Feature) -> bool:
 
 def token_path(verdict: Verdict, request: TokenRequest) -> Source | None:
     """Return the way in which this engine can be queried for the request's tokens, or None if there is none."""
-    renders = {"messages": verdict.renders_messages, "responses": verdict.renders_responses}
-    if renders.get(request.kind, verdict.renders):
+    if verdict.renders_kind(request.kind):
         return "render"
     if verdict.unequal(verdict.tokenizes, request) is None and _tokenizable(request):
         return "tokenize"
