@@ -187,15 +187,23 @@ class Verifier:
     ) -> tuple[bool, dict[Feature, TokenRequest]]:
         """Add the engine's own results for some probes to `truths`.
 
+        The first probe shows whether the engine renders; the others are sent at the same time, because clients wait for
+        the verdict, and an engine that only runs requests takes a step for each.
+
         Returns:
-            Whether the engine renders such requests, and the probes; one that its template refuses is replaced.
+            Whether the engine renders such requests, and the probes; a first one that its template refuses is replaced.
         """
         probes = dict(probes)
-        for feature in list(probes):
-            renders, truths[feature] = await self._truth(model, engine, probes[feature], renders)
-            if feature in PLAIN_PROBES and isinstance(truths[feature], str):
-                probes[feature] = PLAIN_PROBES[feature]
-                renders, truths[feature] = await self._truth(model, engine, probes[feature], renders)
+        if not probes:
+            return renders, probes
+        first, *others = probes
+        renders, truths[first] = await self._truth(model, engine, probes[first], renders)
+        if first in PLAIN_PROBES and isinstance(truths[first], str):
+            probes[first] = PLAIN_PROBES[first]
+            renders, truths[first] = await self._truth(model, engine, probes[first], renders)
+        results = await asyncio.gather(*(self._truth(model, engine, probes[other], renders) for other in others))
+        for other, (also_renders, truth) in zip(others, results, strict=True):
+            renders, truths[other] = renders and also_renders, truth
         return renders, probes
 
     async def _truth(self, model: str, engine: Engine, probe: TokenRequest, renders: bool) -> tuple[bool, Truth]:
@@ -231,9 +239,10 @@ class Verifier:
         for some_probes, some_quirks in trials:
             attempts: list[tuple[dict[Feature, str], RenderQuirks]] = []
             for quirks in some_quirks:
-                results: dict[Feature, str] = {}
-                for feature, probe in some_probes.items():
-                    results[feature] = await self._tokenized(engine, probe, truths[feature], quirks)
+                answers = await asyncio.gather(
+                    *(self._tokenized(engine, probe, truths[feature], quirks) for feature, probe in some_probes.items())
+                )
+                results = dict(zip(some_probes, answers, strict=True))
                 attempts.append((results, quirks))
                 if all(result == EQUAL or isinstance(truths[feature], str) for feature, result in results.items()):
                     break
