@@ -136,7 +136,7 @@ class DecisionReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     pinned_worker: Annotated[str | None, Meta(description="the only worker allowed; null: any")]
     outcome: Annotated[
         Outcome | None,
-        Meta(description="what came of the request; null while it runs, and for a choice without one"),
+        Meta(description="how the request ended; null while it runs, and for a choice without one"),
     ]
     candidates: Annotated[
         tuple[CandidateReply, ...] | None, Meta(description="the workers compared; absent in lists")

@@ -69,7 +69,7 @@ class FleetEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     lost_by: Annotated[str | UnsetType, Meta(description="why the worker with the longest hit was not chosen")] = UNSET
     skipped: Annotated[int | UnsetType, Meta(description="decisions before this one that were not sent")] = UNSET
     delivered_tokens: Annotated[int | UnsetType, Meta(description="tokens that the engine reported as reused")] = UNSET
-    outcome: Annotated[str | UnsetType, Meta(description="what came of the request, as /decisions has it")] = UNSET
+    outcome: Annotated[str | UnsetType, Meta(description="how the request ended, as /decisions has it")] = UNSET
     status: Annotated[int | UnsetType, Meta(description="HTTP status of the answer")] = UNSET
     failed: Annotated[bool | UnsetType, Meta(description="whether the request failed, as /decisions has it")] = UNSET
     e2e_s: Annotated[float | UnsetType, Meta(description="seconds from the whole request to the end of its answer")] = (

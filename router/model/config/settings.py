@@ -208,7 +208,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tenant_header: Annotated[
         Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$(?!\n)")] | None,
         setting(
-            "a header in small letters, like x-tenant, in which a trusted gateway names the tenant of each request: one whose "
+            "a header in lower case, like x-tenant, in which a trusted gateway names the tenant of each request: one whose "
             "API key has names_tenants, any client of a router without keys, and the gateway at gateway_port",
             metavar="NAME",
         ),
