@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `kvrouter history`: requests, reuse and first tokens of the last minutes, hour or day."""
+"""The command `kvrouter history`: requests, reuse and times to the first token of the last minutes, hour or day."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def history(
 ) -> None:
     """Show requests, failures, reuse and first tokens of the last minutes, hour or day, of all routers on one Redis."""
     if wanted not in RANGES:
-        raise SettingError(f"--range {wanted}: write one of {', '.join(RANGES)}; kvrouter savings has the days before")
+        raise SettingError(f"--range {wanted}: write one of {', '.join(RANGES)}; kvrouter savings shows earlier days")
     chosen = Range(wanted)
     query = {"range": wanted} | ({} if model is None else {"model": model})
     answer = client.call("GET", f"/history?{urlencode(query)}")
@@ -62,7 +62,7 @@ def history(
 def rows_of(answer: dict[str, Any], row_s: int) -> list[dict[str, Any]]:
     """Return the sums of the answer's steps by the row that they belong to, the oldest first.
 
-    A row's first tokens are those of its slowest step, because percentiles of steps cannot be added up.
+    A row's time to the first token is that of its slowest step, because percentiles of steps cannot be added up.
     """
     series = answer["series"]
     rows: dict[int, dict[str, Any]] = {}
@@ -132,6 +132,6 @@ def meaning(totals: dict[str, Any], wanted: Range) -> str:
     return (
         f"{when}, {short_number(requests)} requests ended and {short_number(totals['failed'])} of them "
         f"({share(totals['failed'], requests)}) failed; engines report {short_number(totals['delivered_tokens'])} of "
-        f"{short_number(totals['prompt_tokens'])} prompt tokens as reused; {first}. First tokens of a row are those of its "
-        "slowest step."
+        f"{short_number(totals['prompt_tokens'])} prompt tokens as reused; {first}. A row's time to the first token is "
+        "that of its slowest step."
     )

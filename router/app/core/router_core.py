@@ -360,7 +360,7 @@ class Core:
         return self._known_names().names()
 
     def unserved_aliases(self) -> dict[str, str]:
-        """Return the aliases of models and adapters that no worker serves, each with what it stands for."""
+        """Return the aliases of models and adapters that no worker serves, each with the name that it stands for."""
         return self._known_names().unserved_aliases()
 
     def _known_names(self) -> ModelNames:

@@ -53,7 +53,7 @@ WORKERS_A_TURN = 64
 # Larger than a block of nearly all engines (Mamba models have some hundred tokens); used for workers whose blocks are
 # unknown.
 USUAL_UNIT_MAX_TOKENS = 1_024
-# An engine takes minutes to load a large model. An engine that has not listed its models for longer is not starting.
+# An engine takes minutes to load a large model. If it has not listed its models for longer than this, it is not starting.
 STARTING_S = 600.0
 ORDER = list(Severity)
 

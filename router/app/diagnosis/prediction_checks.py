@@ -49,7 +49,9 @@ RENDERS_RESPONSES = (
     "start vLLM 0.31 or later with --enable-scale-out, or kvrouter serve --tokenizer MODEL=FOLDER or "
     "--renderer MODEL=URL"
 )
-KEEPS_CONVERSATIONS = "none at the engine; clients can send x-session-id, which keeps a conversation at its worker"
+KEEPS_CONVERSATIONS = (
+    "no setting of the engine helps; let clients send x-session-id, which keeps a conversation at its worker"
+)
 # The fix for each reason for which tokens are missing.
 TOKEN_FIXES: dict[Reason, str] = {
     "timeout": "kvrouter serve --tokenizer MODEL=FOLDER, or --tokenize-timeout-s S with more",

@@ -142,7 +142,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     time_s: float = 0.0
     workers: Sequence[WorkerFacts] = ()
     unregistered: Sequence[UnregisteredWorker] = ()
-    # The aliases (`model_aliases`) that mean nothing now, each with the model or adapter that it stands for.
+    # The aliases (`model_aliases`) of models and adapters that no worker serves, each with the name that it stands for.
     unserved_aliases: Mapping[str, str] = {}
     # Registered workers that are not followed here, and why.
     left_out: Mapping[WorkerKey, str] = {}

@@ -23,7 +23,7 @@ from kvrouter.router.index.store.schemas import Schemas
 
 log = logging.getLogger("kvrouter.fleet")
 
-# The seconds between two looks for workers that a router of the former schema registers. A look is three small
+# The seconds between two searches for workers that a router of the former schema registers. A search takes three small
 # commands.
 LOOK_S = 1.0
 # When to retry registrations that could not be taken over: a setting of another router, or the number of workers, may

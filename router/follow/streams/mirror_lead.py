@@ -47,7 +47,7 @@ class MirrorSource(Protocol):
 
 
 class MirrorLead:
-    """The way of one worker's changes into the mirror and the store, while this process writes its part of the mirror."""
+    """The path of one worker's changes into the mirror and the store, while this process writes its part of the mirror."""
 
     def __init__(self, worker: WorkerKey, mirror: MirrorSource, *, max_blocks: int) -> None:
         """Begin with an empty backlog.

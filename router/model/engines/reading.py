@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How an engine reads chats and messages of Anthropic's API before its template writes them. Pure facts.
 
-A field stands for each difference between the engines, so that one reader serves them all.
+Each field is one difference between the engines, so that one reader serves them all.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import msgspec
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """The facts in which engines differ when they make a chat of a message, and a template's values of a chat."""
+    """The facts in which engines differ when they turn a message into a chat, and a chat into a template's values."""
 
     # The name of the engine that reads in this way.
     name: str
 
     # Messages of Anthropic's API.
 
-    # Stands between the texts of a system prompt.
+    # The separator between the texts of a system prompt.
     system_separator: str
     # Whether Claude Code's attribution, which differs in each request, is left out of system prompts.
     drops_attribution: bool
@@ -25,7 +25,7 @@ class Reading(msgspec.Struct, frozen=True):
     keeps_empty_texts: bool
     # Whether a text before a tool's result stays before it; otherwise it follows all results.
     keeps_block_order: bool
-    # Stands between the texts of a tool's result, or None if the result keeps them as parts.
+    # The separator between the texts of a tool's result, or None if the result keeps them as parts.
     result_separator: str | None
     # Whether each tool of the chat has a description and `strict`, also where the message's tool has none.
     completes_tools: bool
@@ -34,7 +34,7 @@ class Reading(msgspec.Struct, frozen=True):
     # Whether the message's own `chat_template_kwargs` reach the template.
     takes_template_arguments: bool
     # Whether `thinking` and `output_config.effort` become arguments of the template, and earlier thinking is written as
-    # the engine's reasoning parser says; what they become is found by trials.
+    # the engine's reasoning parser says; trials find these arguments and forms.
     takes_thinking: bool
 
     # Responses.
@@ -44,7 +44,7 @@ class Reading(msgspec.Struct, frozen=True):
 
     # Chats.
 
-    # Stands between the parts of a content that is passed to the template as one text.
+    # The separator between the parts of a content that is passed to the template as one text.
     part_separator: str
     # Whether a content that is one text stays one, also for a template that loops over parts.
     keeps_texts: bool

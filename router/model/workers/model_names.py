@@ -86,7 +86,7 @@ class ModelNames:
         return sorted(self._served)
 
     def unserved_aliases(self) -> dict[str, str]:
-        """Return the aliases of models and adapters that no worker serves, each with what it stands for."""
+        """Return the aliases of models and adapters that no worker serves, each with the name that it stands for."""
         return {alias: target for alias, target in self.aliases.items() if target not in self._served}
 
 

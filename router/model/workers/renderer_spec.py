@@ -42,7 +42,7 @@ def _renderer_spec(text: str) -> RendererSpec:
     model, separator, address = text.partition("=")
     url, comma, option = address.partition(",")
     name, equals, key = option.partition("=")
-    # A URL may have a password, so no message has the text.
+    # A URL may have a password, so no message contains the text.
     if not separator or name_problem(model) or (comma and (name != "key" or not equals)):
         raise SettingError(f"write {SHAPE}")
     for what, problem in (("the URL", url_problem(url)), ("key", key_name_problem(key) if comma else None)):
@@ -54,8 +54,8 @@ def _renderer_spec(text: str) -> RendererSpec:
 class RendererKeys:
     """The API keys of renderers.
 
-    A renderer gets only the key that its entry names, and never the key that a client sent for an engine: it needs prompts
-    alone, so the keys of engines must not come to its machine unless the operator says so.
+    A renderer gets only the key that its entry names, and never the key that a client sent for an engine: it needs
+    only prompts, so an engine's key must not reach the renderer's machine unless the operator names that key.
     """
 
     def __init__(self, specs: Iterable[RendererSpec], keys: EngineKey) -> None:

@@ -84,7 +84,7 @@ class KeptDecision(msgspec.Struct, gc=False):
     is_lost: bool
     request_id: str = ""
     outcome: Outcome | None = None
-    # Whether an event announced the decision, so that another one will announce its outcome.
+    # Whether an event announced the decision, so that another event will announce its outcome.
     is_shown: bool = False
 
     def decision(self) -> Decision:
@@ -96,7 +96,7 @@ EVERY = DecisionFilter()
 
 
 def known(number: int | None) -> int | msgspec.UnsetType:
-    """Return the number for a field of an event, which is left out where the number is None."""
+    """Return the number as a field of an event, or UNSET for None, which leaves the field out."""
     return msgspec.UNSET if number is None else number
 
 

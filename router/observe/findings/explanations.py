@@ -336,7 +336,8 @@ EXPLANATIONS: dict[str, Explanation] = {
     "KV406": Explanation(
         "More than half of the last 64 texts of a model (at least 8) were placed by load alone, because their "
         "tokens were not found; so no reuse is predicted for them. The evidence has the usual reason. Requests "
-        "that the engine refuses, prompts with media and `prompt_embeds` do not count.",
+        "that the engine refuses or that are placed by load by design, and prompts with media or `prompt_embeds`, do not "
+        "count.",
         "Follow the finding's fix, which depends on the reason; docs/how-to/tokenizers.md lists the reasons. "
         "Usual ones are a missing `--worker-api-key`, and no tokenizer in engine or router (`--enable-scale-out`, "
         "`--tokenizer MODEL=FOLDER`, `--renderer MODEL=URL`). The finding ends when its cause has ended, with texts that get "
@@ -347,33 +348,33 @@ EXPLANATIONS: dict[str, Explanation] = {
         "reused while each was alone there, with the worker live and nothing withholding its credit. No prediction "
         "promises too much, but prompts are sent away from the worker that holds them.",
         "If these prompts have a `cache_salt`, also one that the router makes, the engine's version ignores it at their "
-        "path (old versions do at "
-        "`/v1/messages`): all tenants share one cache, so update the engine. If the engine stored blocks before "
-        "the router followed it, give it a replay endpoint or the engine patch. If neither holds, report it: "
-        "docs/how-to/doctor.md says how.",
+        "path (as old versions do at `/v1/messages`), and all tenants share one cache: update the engine. "
+        "If the engine stored blocks before the router followed it, give it a replay endpoint or the engine patch. If "
+        "neither holds, report it: docs/how-to/doctor.md says how.",
     ),
     "KV408": Explanation(
         "vLLM may run behind a front end in Rust (`VLLM_USE_RUST_FRONTEND=1`), which answers 404 to the endpoints that "
-        "return the tokens of a request. The router uses its `/tokenize` where probes show that it agrees with the engine; "
-        "other texts are placed by load. Token ids are placed exactly.",
+        "return the tokens of a request. The router uses the front end's `/tokenize` where probes show that it agrees with the "
+        "engine; other texts are placed by load. Token ids are placed exactly.",
         "Give the router the engine's tokenizer folder (`--tokenizer MODEL=FOLDER`), or a renderer of the engine's model "
         "(`--renderer MODEL=URL`, docs/how-to/tokenizers.md), or start vLLM with its front end in Python and "
         "`--enable-scale-out`.",
     ),
     "KV409": Explanation(
-        "The router makes of a body of `/v1/responses` the chat that vLLM makes of it, and probes compare the tokens with "
-        "the engine's. They differ for these requests, so no reuse is predicted for them. Usual causes are vLLM before "
+        "The router converts a body of `/v1/responses` into the same chat as vLLM, and probes compare the tokens of that "
+        "chat with the engine's. They differ for these requests, so no reuse is predicted for them. Usual causes are vLLM before "
         "0.25, a template that writes a whole tool call, whose keys `/tokenize` has in another order, or SGLang, which reads "
         "such bodies in another way. The finding begins with the first such request, and ends when a worker can read them.",
         "Start vLLM 0.31 or later with `--enable-scale-out`, or give the router the engine's tokenizer folder "
-        "(`--tokenizer MODEL=FOLDER`). For SGLang, have clients send `x-session-id`: it keeps a conversation at its worker.",
+        "(`--tokenizer MODEL=FOLDER`) or a renderer (`--renderer MODEL=URL`). For SGLang, have clients send `x-session-id`: it "
+        "keeps a conversation at its worker.",
     ),
     "KV410": Explanation(
         "A renderer that the settings name (`--renderer MODEL=URL`) does not answer, has no render endpoints, wants an API "
         "key, or makes other tokens of a probe than an engine of the model. It is not used for what it gets wrong; the "
         "engines are queried in its place where they return tokens, and other texts are placed by load.",
-        "Start it (`vllm launch render`, `vllm-rs render`) with the engines' model, version, chat template and flags. The "
-        "router tries it again by itself, at least every 30 seconds. If it wants an API key, name the key: "
+        "Start the renderer (`vllm launch render`, `vllm-rs render`) with the engines' model, version, chat template and "
+        "flags. The router tries it again by itself, at least every 30 seconds. If it wants an API key, name the key: "
         "`--renderer MODEL=URL,key=NAME`, with NAME of `--worker-api-keys-file`.",
     ),
     "KV501": Explanation(

@@ -51,7 +51,7 @@ TOKENS_MIN = 2
 
 
 def has_failed(outcome: str, refusal_status: int) -> bool:
-    """Return whether a request failed. History, decisions and the page all count by this.
+    """Return whether a request failed. History, decisions and the page all count by this rule.
 
     A client's mistake (a status below FIRST_FAILURE) and a client that hung up are no failures of the fleet.
 
@@ -151,7 +151,7 @@ class Quality:
 class RequestWatch:
     """One request, from its complete body to the end of its answer.
 
-    Call `ended` in any case, unless nothing but the beginning of a body has been looked at: then nothing was reported.
+    Always call `ended`, unless only the beginning of a body was read: then nothing was reported.
     """
 
     __slots__ = (

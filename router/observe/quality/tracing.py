@@ -173,7 +173,7 @@ class RequestTrace:
     """The spans of one request. Times are seconds of the proxy's clock.
 
     The first report begins the request's span, with the time at which the request arrived, and `ended` or `answered`
-    ends it. So a request that turns out to be the beginning of another one leaves no open span.
+    ends it. So a request that turns out to be only the beginning of a longer one leaves no open span.
     """
 
     def __init__(self, tracing: Tracing, path: str, headers: Headers, now: float, request_id: str = "") -> None:

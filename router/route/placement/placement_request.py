@@ -58,7 +58,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def session_name(self) -> str | None:
-        """The name of the session, other for each cache salt, because prompts reuse nothing under another salt."""
+        """The name of the session. It differs for each cache salt, because prompts reuse nothing under another salt."""
         salt = self.question.cache_salt
         if not salt or not self.session_id:
             return self.session_id

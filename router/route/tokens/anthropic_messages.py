@@ -85,7 +85,7 @@ def _system(system: Any, reading: Reading) -> list[str]:
 
 
 def _merged_text(content: Any, reading: Reading) -> str:
-    """Return the text of a system message among the others that moves to the front."""
+    """Return the text of a later system message, which moves to the front."""
     if reading.drops_attribution:
         return _system_text(content, reading)
     texts = [content] if isinstance(content, str) else _system_texts(_blocks(content), reading)
@@ -93,7 +93,7 @@ def _merged_text(content: Any, reading: Reading) -> str:
 
 
 def _inline(content: Any, reading: Reading) -> list[dict[str, Any]]:
-    """Return the system message that stays among the others, as one message or none."""
+    """Return a later system message that stays in its place, as a list of one message or none."""
     if reading.drops_attribution:
         text = _system_text(content, reading)
         return [{"role": "system", "content": text}] if text else []
@@ -104,7 +104,7 @@ def _inline(content: Any, reading: Reading) -> list[dict[str, Any]]:
 
 
 def _system_text(content: Any, reading: Reading) -> str:
-    """Return the text of a system message among the others, without the attribution."""
+    """Return the text of a later system message, without the attribution."""
     if isinstance(content, str):
         return "" if content.startswith(BILLING) else content
     return "".join(_system_texts(_blocks(content), reading))

@@ -41,13 +41,13 @@ ID_FIELDS = {
 # The fields of bodies, in any API, that hold a prompt which is no chat: a text, token ids, or a list of either.
 PROMPT_FIELDS = ("prompt", "token_ids", "input_ids", "text")
 
-# Decoding an array of 20 MB takes 0.2 s, and one of nested arrays 5 s, during which nothing else is answered, in whichever
-# thread it is done. A field whose right values are short is decoded up to this size.
+# Decoding an array of 20 MB takes 0.2 s, and one of nested arrays 5 s, during which nothing else is answered, whichever
+# thread does it. A field whose valid values are short is decoded up to this size.
 MAX_VALUE_BYTES = 64 * 1024
 # Stands for a longer value. It is neither false nor null nor a text, so nothing is allowed or predicted because of it.
 TOO_LONG = (None,)
 # A field that may be long, such as messages, is decoded if it has at most this many brackets and commas, which bound its
-# elements: 0.1 s. Four million characters of code, a million tokens, have a quarter of them.
+# elements: 0.1 s. Four million characters of code, a million tokens, have a quarter as many.
 MAX_ELEMENTS = 1_000_000
 
 # The largest body that is read as Python reads it; a longer one is refused. Reading takes 3 ms for a text and 50 ms for
@@ -58,7 +58,7 @@ ENCODING_BYTES = 4
 # Every UTF-8 body that Python reads and msgspec refuses has one of these: Python's special numbers, or half of a character.
 _PYTHON_ALONE = re.compile(rb"NaN|Infinity|\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 
-# Python's special numbers, whole or cut at the end, and the first half of an escaped surrogate.
+# Python's special numbers, whole or cut at the end, and the first characters of an escaped surrogate.
 _PYTHONS_OWN = re.compile(rb"NaN|Infinity|(?:Na?|I(?:n(?:f(?:i(?:n(?:it?)?)?)?)?)?)\Z|\\u[dD][89a-fA-F]")
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -86,7 +86,7 @@ def is_given(fields: Mapping[str, msgspec.Raw], name: str) -> bool:
 
 
 def value_of(field: msgspec.Raw, decode: Callable[[Any], Any] = msgspec.json.decode) -> Any:
-    """Return the value of a field whose right values are short, or TOO_LONG for a longer one.
+    """Return the value of a field whose valid values are short, or TOO_LONG for a longer one.
 
     Raises the errors of `decode`.
     """
@@ -165,7 +165,7 @@ def is_text(value: str) -> bool:
 
 
 def _is_cut(raw: bytes) -> bool:
-    """Return whether more bytes may complete this JSON, which is none yet; also JSON that only Python reads."""
+    """Return whether more bytes may complete these bytes to JSON, also to JSON that only Python reads."""
     if len(raw) < ENCODING_BYTES:
         return True
     encoding = json.detect_encoding(raw)
@@ -177,7 +177,7 @@ def _is_cut(raw: bytes) -> bool:
         raw = _PYTHONS_OWN.sub(_as_msgspec_reads, raw)
         _skip.decode(raw)
     except msgspec.DecodeError as error:
-        # For a cut number, the error names the byte behind the last one; it does so for a last byte after the end too.
+        # For a cut number, the error names the byte behind the last one, as it does for a superfluous last byte.
         text = str(error)
         return text.endswith(("Input data was truncated", f"(byte {len(raw)})")) and "trailing" not in text
     except (ValueError, RecursionError):
@@ -186,5 +186,5 @@ def _is_cut(raw: bytes) -> bool:
 
 
 def _as_msgspec_reads(found: re.Match[bytes]) -> bytes:
-    """Return bytes of the same size that msgspec reads: digits for a number, and an escape of another character."""
+    """Return bytes of the same size that msgspec reads: digits for a number, the escape of a letter for a surrogate's."""
     return b"\\u00" if found[0].startswith(b"\\") else b"1" * len(found[0])

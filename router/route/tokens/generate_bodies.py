@@ -86,7 +86,7 @@ def _first_logprob(fields: Fields) -> int | None:
         return None
     wanted, start = (_first(fields, name) for name in ("return_logprob", "logprob_start_len"))
     if TOO_LONG in (wanted, start):
-        # Without reading them, nothing is known to be reused.
+        # Nothing is known to be reused, because these values are not read.
         return 0
     is_index = isinstance(start, int) and not isinstance(start, bool) and start >= 0
     return start if wanted is True and is_index else None

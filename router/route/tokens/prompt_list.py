@@ -19,8 +19,8 @@ from kvrouter.router.route.tokens.prompt_tokens import estimated_tokens
 # Their hits are found at once, as a choice needs them all at the same moment: 0.4 ms for 64 prompts of 2,000 tokens
 # among 16 workers, 0.8 ms among 64 (benchmarks/prompt_lists.py).
 MAX_PROMPTS_LOOKED_UP = 64
-# The largest number of prompts times workers. More workers take fewer prompts in the same 0.8 ms: 16 among 256, which would
-# take 2.5 ms with 64. A turn of ingest takes 2 ms.
+# The largest number of prompts times workers. Among more workers, fewer prompts are looked up in the same 0.8 ms: 16 among
+# 256 workers, where 64 prompts would take 2.5 ms. A turn of ingest takes 2 ms.
 MAX_HITS_LOOKED_UP = 4_096
 # The most bytes of the prompts that are looked up, besides the last one: some 700,000 token ids, as many as the longest
 # single prompts have.
@@ -46,7 +46,7 @@ class PromptList(NamedTuple):
 
 
 def looked_up_among(workers: int) -> int:
-    """Return how many prompts of one list are looked up at most among this many workers; one at least."""
+    """Return the largest number of prompts of one list that are looked up among this many workers, at least 1."""
     return max(1, min(MAX_PROMPTS_LOOKED_UP, MAX_HITS_LOOKED_UP // max(1, workers)))
 
 

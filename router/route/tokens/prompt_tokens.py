@@ -26,7 +26,7 @@ Reason = Literal[
     "refused",  # the engine says that the request is wrong
     "unverified",  # nothing that answers is known to answer as the engine would
     "unsupported",  # a path, or a field of the request, that only the engine itself can turn into tokens
-    "not_looked_up",  # a path, a list or a field with which no router looks for tokens, however it and the engines are set
+    "not_looked_up",  # a path, a list or a field for which the router never looks for tokens, whatever the settings
     "media",  # images, audio or video: known up to the first of them at most
     "embeds",  # prompt_embeds have no token ids
 ]

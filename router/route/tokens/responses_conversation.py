@@ -3,7 +3,7 @@
 
 Source: vLLM 0.33.0 entrypoints/openai/responses/utils.py (construct_input_messages, construct_tool_dicts), and in
 its protocol.py ResponsesRequest.
-Its versions differ in these ways, which probes show (`engine/probes.py`):
+vLLM's versions differ in these ways, which probes show (`engine/probes.py`):
 
 - up to 0.20, nothing is merged into the message before it, and chat_template_kwargs are ignored;
 - up to 0.23, an assistant's message without parts is not merged either, and no tool is left out of the prompt;
@@ -25,7 +25,7 @@ from kvrouter.router.route.tokens.token_request import RESPONSE_MEDIA, TokenRequ
 
 ROLES = ("user", "system", "developer")
 MESSAGE_KEYS = frozenset({"type", "role", "content", "id", "status", "phase"})
-# An item with one of these as its status, at the end, is continued.
+# vLLM continues a last item that has one of these statuses.
 UNFINISHED = ("in_progress", "incomplete")
 # vLLM leaves these tools of OpenAI's out of the prompt.
 UNWRITTEN_TOOLS = ("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation")
@@ -105,7 +105,7 @@ def _extend(messages: list[Message], name: str, text: str) -> None:
 
 
 def _add_call(messages: list[Message], call: Message) -> None:
-    """Add a tool call to the assistant's last message, or as a message of its own behind another role's."""
+    """Add a tool call to the assistant's last message, or as a message of its own after a message of another role."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant"})
     messages[-1].setdefault("tool_calls", []).append(call)
@@ -132,7 +132,7 @@ def _content(content: Any, owner: str) -> str | list[Message]:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in RESPONSE_MEDIA:
             raise TokensUnknown(
-                "media", f"{owner} has a part of the type {kind!r}, which only an engine's render reads"
+                "media", f"{owner} has a part of the type {kind!r}, which only an engine's render endpoint reads"
             )
         if kind != "input_text" or not part.keys() <= {"type", "text"}:
             raise _left(f"{owner} with a part of the type {kind!r}")

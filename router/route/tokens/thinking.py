@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine makes of thinking in a message of Anthropic's API, as far as that depends on its reasoning parser.
+"""The form that an engine gives to thinking in a message of Anthropic's API, as far as its reasoning parser decides.
 
-An engine does not report it, so trials find it (`engine/verification.py`).
+An engine does not report this form, so trials find it (`engine/verification.py`).
 
 Source: SGLang 0.5.23 entrypoints/openai/serving_chat.py (wrap_reasoning_history, apply_reasoning_enabled),
 parser/reasoning_parser.py.
@@ -29,7 +29,7 @@ class ThinkingSwitch(msgspec.Struct, frozen=True):
     off: bool | str = False
 
 
-# Without a reasoning parser, SGLang drops earlier thinking, and refuses to switch it on.
+# Without a reasoning parser, SGLang drops earlier thinking, and refuses requests that switch thinking on.
 DROPPED = ThinkingHistory()
 NO_SWITCH = ThinkingSwitch()
 

@@ -326,7 +326,7 @@ def read(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64] | List
             )
         if b"prompt_token_ids" in bytes(fields.get("kv_transfer_params", NULL)):
             raise TokensUnknown(
-                "not_looked_up", "kv_transfer_params.prompt_token_ids of a Response are the engine's to read"
+                "not_looked_up", "only the engine can read kv_transfer_params.prompt_token_ids of a Response"
             )
         return TokenRequest("responses", relevant)
     if path == EMBEDDINGS_PATH and "input" in relevant:
@@ -408,7 +408,7 @@ def _chat(relevant: dict[str, msgspec.Raw], fields: dict[str, msgspec.Raw]) -> T
 def _message(fields: dict[str, msgspec.Raw]) -> TokenRequest:
     """Return the request of a message of Anthropic's API."""
     if b"prompt_token_ids" in bytes(fields.get("kv_transfer_params", NULL)):
-        problem = "kv_transfer_params.prompt_token_ids of a message are the engine's to read"
+        problem = "only the engine can read kv_transfer_params.prompt_token_ids of a message"
         raise TokensUnknown("not_looked_up", problem)
     request = TokenRequest("messages", {name: fields[name] for name in MESSAGE_FIELDS if name in fields})
     if not request.messages:
@@ -474,7 +474,7 @@ def _decoded(raw: msgspec.Raw, name: str) -> Any:
 
 
 def _objects(values: Any) -> list[dict[str, Any]]:
-    """Return the objects of a list; none of a value that is no list."""
+    """Return the objects in a list; an empty list for a value that is no list."""
     return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
 
 

@@ -78,7 +78,7 @@ T = TypeVar("T")
 class _Asker(NamedTuple):
     """The client that wants the tokens of a text."""
 
-    # The header that it sent for the engine.
+    # The `Authorization` header that the client sent for the engine.
     authorization: str | None
     # As in `TextTokenizer.prompt`.
     space: str
@@ -216,8 +216,8 @@ class TextTokenizer:
             body: The client's body.
             authorization: The header that the client sent for the engine.
             counts: Whether the metrics count this prompt; False for a dry run.
-            space: Where remembered tokens are looked for: what was found in one space takes as long to find in another,
-                so that the time shows a tenant nothing of others.
+            space: The space in which tokens are remembered. Tokens from one space take as long to find in another space as
+                unknown ones, so that the time shows a tenant nothing about others.
 
         Raises:
             BadQuestion: The body cannot be read.
@@ -656,8 +656,8 @@ def list_of(parts: Sequence[Prompt], whole: PromptList) -> Prompt:
     elif whole.counted:
         num_tokens = whole.num_tokens
     else:
-        # The texts that are not looked up are assumed to be as long as the others. The sum is over that of the known ones,
-        # so it never looks as if all were known.
+        # The texts that are not looked up are assumed to be as long as the others. The sum is larger than that of the
+        # known ones, so that the list never looks completely known.
         num_tokens = max(whole.num_tokens, looked_up_tokens * whole.num_prompts // max(1, len(parts)))
     return Prompt(
         num_tokens,

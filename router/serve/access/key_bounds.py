@@ -14,7 +14,7 @@ from kvrouter.router.serve.access.salt_maker import SaltMaker
 
 
 class KeyBounds(msgspec.Struct, frozen=True):
-    """The bounds of one key, or of one tenant that a request with it names. A field of None means that any is allowed."""
+    """The bounds of one key, or of one tenant that a request with it names. A field of None allows any value."""
 
     key: str
     """The key's name, for errors and for the key's share of the caches' memory; empty for a request without a key."""
@@ -94,14 +94,14 @@ class KeyBounds(msgspec.Struct, frozen=True):
             )
 
     def check_other_salt(self, salts: object) -> None:
-        """Raise Forbidden unless the key may use this salt that is no text, such as a list with one for each prompt.
+        """Raise Forbidden unless the key may use a salt that is no text, such as a list with one for each prompt.
 
         Raise BadQuestion if the salt is to be combined with that of the tenant.
         """
         if self.maker is not None:
             if self.maker.combines:
                 raise BadQuestion(
-                    "cache_salt is no text: send one text, and each prompt of a list with another salt as a request of its own",
+                    "cache_salt is no text: send one text, and prompts with different salts as separate requests",
                     code="invalid_cache_salt",
                 )
             return

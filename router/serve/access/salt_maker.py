@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache salts that the router makes of a secret and the name of a tenant. Pure but for the reading of the secret."""
+"""Cache salts that the router makes from a secret and the name of a tenant. Pure, except for reading the secret."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SaltMaker(msgspec.Struct, frozen=True):
         message = bytearray(PURPOSE)
         for part in parts:
             raw = part.encode("utf-8", "surrogatepass")
-            # With its length before each part, no two lists of parts have the same bytes.
+            # The length before each part keeps different lists of parts from having the same bytes.
             message += b"%d:%b" % (len(raw), raw)
         return hmac.digest(self.secret, message, "sha256").hex()
 
@@ -54,6 +54,6 @@ def read_secret(file: Path) -> bytes:
     if len(secret) < MIN_SECRET_BYTES:
         raise SettingError(
             f"cache_salt_secret_file {file} has {len(secret)} bytes, and at least {MIN_SECRET_BYTES} are needed: write a "
-            "secret into it, as by openssl rand -hex 32"
+            "secret into it, for example with openssl rand -hex 32"
         )
     return secret

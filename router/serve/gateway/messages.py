@@ -86,7 +86,7 @@ class BodyReply(NamedTuple):
 
 
 class KeptBody(NamedTuple):
-    """The reply that lets a piece of the body go on unchanged, in every mode but FULL_DUPLEX_STREAMED.
+    """The reply that passes a piece of the body on unchanged, in every mode but FULL_DUPLEX_STREAMED.
 
     `given`, `removed` and `endpoint` change headers. A gateway accepts such changes only with a BUFFERED body, because only
     then does it hold the headers back until the body is complete.

@@ -47,7 +47,7 @@ from kvrouter.router.serve.proxy.proxy import Proxy
 from kvrouter.router.serve.proxy.request_reader import Request
 from kvrouter.router.serve.proxy.worker_addresses import Addresses
 
-# The number of workers that one error names, and of characters of a path.
+# The number of workers that one error names, and of characters that it shows of a path.
 NAMES_SHOWN = 8
 SHOWN_CHARS = 80
 POST = b"POST"
@@ -132,9 +132,9 @@ class Picker:
             if tenants is not None and gateway_request.method == POST:
                 self._metrics.requests(OTHER_PATH, "refused").inc()
                 raise Forbidden(
-                    f"this router makes the cache salts, and knows no prompts at "
-                    f"{printable(gateway_request.path[:SHOWN_CHARS])}, so that tenants would share the cache of one: send "
-                    "it to a path that docs/reference/proxy.md lists",
+                    f"this router makes the cache salts, and reads no prompts at "
+                    f"{printable(gateway_request.path[:SHOWN_CHARS])}, so tenants might share a cache there: send the "
+                    "request to a path that docs/reference/proxy.md lists",
                     code="salt_not_allowed",
                 )
             return self._pass(gateway_request)

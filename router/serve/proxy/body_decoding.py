@@ -57,7 +57,7 @@ class BodyDecoding:
             self.count(outcomes)
 
     async def decode(self, encoding: bytes, body: bytes | bytearray, outcomes: list[str]) -> bytes:
-        """Return the body without its content coding, and append the outcome in place of counting it.
+        """Return the body without its content coding, and append the outcome instead of counting it.
 
         Raises WrongCoding if the coding is not accepted, which is counted, TooLarge if the decoded body is over the
         limit, and BadQuestion if it cannot be decoded.

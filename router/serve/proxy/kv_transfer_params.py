@@ -44,10 +44,10 @@ DROPPED = (
 
 # Fields with which a request is not handed over.
 NOT_HANDED_OVER = (PARAMS, "prompt_embeds", "prompt_logprobs")
-# Fields with one value that decide whether it is.
-ONES = ("max_completion_tokens", "max_tokens", "n", "best_of", "use_beam_search", "echo")
+# Fields whose values decide whether a request is handed over; each value is short.
+DECIDING_FIELDS = ("max_completion_tokens", "max_tokens", "n", "best_of", "use_beam_search", "echo")
 
-# Longer parameters of a client are not searched: they are taken for received ones, whose answer is not judged.
+# Longer parameters of a client are not searched. Their blocks count as fetched from elsewhere, so no prediction is judged.
 MAX_SEARCHED_BYTES = 1024**2
 
 # The list of blocks of a prompt of a million tokens takes some hundred kB for each KV cache group.
@@ -102,7 +102,7 @@ def can_be_handed_over(path: str, body: ClientBody) -> bool:
     if path not in PATHS or not body.is_json or any(is_given(body.fields, name) for name in NOT_HANDED_OVER):
         return False
     try:
-        fields = {name: value_of(body.fields[name]) for name in ONES if name in body.fields}
+        fields = {name: value_of(body.fields[name]) for name in DECIDING_FIELDS if name in body.fields}
         is_one = _has_one_prompt(body)
     except (BadQuestion, msgspec.MsgspecError, ValueError, RecursionError):
         # The engine reports what is wrong with the body.

@@ -313,7 +313,7 @@ async def _in_thread(body: bytes, work: Callable[Args, Result], *args: Args.args
 
 
 def caller_of(client: ClientRequest) -> str:
-    """Return the name of the client's tenant or API key; clients without either are "", also among owners of responses.
+    """Return the name of the client's tenant or API key; "" for a client without either, also as the owner of a response.
 
     Raises BadQuestion if the request must name its tenant and does not.
     """

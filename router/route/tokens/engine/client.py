@@ -49,7 +49,7 @@ class Engine(NamedTuple):
     life: str
     # Its endpoints for tokens.
     ways: TokenEndpoints
-    # Whether it takes no new requests, because it will end.
+    # Whether it takes no new requests, because it will stop.
     drains: bool = False
 
 

@@ -107,7 +107,7 @@ _MESSAGE_TOOLS: dict[str, Any] = {
             "input_schema": {"properties": {"city": {"type": "string"}}, "required": ["city"]},
         }
     ],
-    # As for chats.
+    # The engine accepts "auto" only with a parser of tool calls, as in chats.
     "tool_choice": {"type": "none"},
 }
 _INLINE_SYSTEM: dict[str, Any] = {
@@ -139,7 +139,7 @@ MESSAGE_PROBES: dict[Feature, TokenRequest] = {
     "message tools": _probe("messages", _MESSAGE_TOOLS),
     "inline system": _probe("messages", _INLINE_SYSTEM),
 }
-# Further ones for engines that take thinking.
+# Further probes for engines that take thinking.
 THINKING_PROBES: dict[Feature, TokenRequest] = {
     "message thinking": _probe("messages", _MESSAGE_THINKING),
     "thinking on": _probe("messages", _MESSAGES | {"thinking": {"type": "adaptive"}}),
@@ -209,7 +209,7 @@ RESPONSE_PROBES: dict[Feature, TokenRequest] = {
 }
 # The probe for a template that accepts no system message, or no message of several parts.
 PLAIN_RESPONSES = _probe("responses", {"input": [*_ANSWERED, {"role": "user", "content": "日本?"}]})
-# The probes that replace one which an engine's template refuses.
+# The probes that replace a probe which an engine's template refuses.
 PLAIN_PROBES: dict[Feature, TokenRequest] = {"chat": PLAIN_CHAT, "responses": PLAIN_RESPONSES}
 
 
@@ -217,7 +217,7 @@ def chat_probes(reading: Reading) -> dict[Feature, TokenRequest]:
     """Return the probes of chats and texts for an engine that reads in this way."""
     if not reading.drops_unused_tools:
         return dict(PROBES)
-    # With the choice "none" the prompt would be without the tools that it is to show.
+    # With the choice "none", the prompt would lack the tools that the probe is to show.
     return PROBES | {"tools": PROBES["tools"].with_fields(tool_choice=None)}
 
 

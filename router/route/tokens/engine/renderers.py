@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The renderers that the settings name, and their verification against the engines of their models.
 
-A renderer returns the tokens of requests and runs no model (`vllm launch render`, `vllm-rs render`). It is no worker. What
-it makes of the probes is compared with what each engine of the model makes of them, feature by feature, as for a
-tokenizer in the router. Not all renderers say when they were started, so they are verified again at short intervals.
+A renderer returns the tokens of requests and runs no model (`vllm launch render`, `vllm-rs render`). It is no worker. Its
+tokens of the probes are compared with those of each engine of the model, feature by feature, as for a tokenizer in the
+router. Not all renderers say when they were started, so they are verified again at short intervals.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Renderer:
 
 
 class _Comparison(NamedTuple):
-    """What a renderer makes of the probes, compared with one engine."""
+    """A renderer's tokens of the probes, compared with those of one engine."""
 
     rendering: Verdict
     engine: Verdict
@@ -142,7 +142,7 @@ class Renderers:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
 
     async def _verify(self, renderer: _Renderer) -> None:
-        """Find out what a renderer makes of the probes."""
+        """Verify a renderer by its tokens of the probes, and record the result."""
         spec = renderer.spec
         try:
             async with asyncio.timeout(VERIFY_TIMEOUT_S):
@@ -154,7 +154,7 @@ class Renderers:
         except Exception:
             self._metrics.internal_errors.labels("tokens").inc()
             log.exception("renderer not verified", extra={"url": spec.url})
-            self._fail(renderer, "its verification failed here; the router's log says how")
+            self._fail(renderer, "its verification failed in the router, whose log says why")
         else:
             if verdict.renders:
                 self._succeed(renderer, verdict)
@@ -243,7 +243,7 @@ class Renderers:
         Args:
             model: The model.
             engines: The verdicts on the model's engines, by URL.
-            names: The name of each feature, for people.
+            names: The name of each feature, for messages.
         """
         for renderer in self._renderers.get(model, ()):
             if renderer.problem:
@@ -257,11 +257,11 @@ class Renderers:
                     # A request that either of them does not take is no difference.
                     if result != EQUAL and not any(isinstance(truth, str) for truth in truths):
                         differences.setdefault(feature, []).append(f"{url}: {result}")
-            for feature, found in differences.items():
-                more = f" (and at {len(found) - 1} more)" if len(found) > 1 else ""
+            for feature, reports in differences.items():
+                more = f" (and at {len(reports) - 1} more)" if len(reports) > 1 else ""
                 yield (
                     renderer.spec.url,
-                    f"it makes other tokens of a {names[feature]} than the engine at {found[0]}{more}",
+                    f"it makes other tokens of a {names[feature]} than the engine at {reports[0]}{more}",
                 )
 
     def way(self, model: str, url: str) -> Verdict | None:
@@ -282,14 +282,14 @@ def _compare(rendering: Verdict, engine: Verdict) -> dict[Feature, str]:
         if isinstance(ids, np.ndarray):
             results[feature] = EQUAL if agrees(truth, ids) else difference(truth, ids)
         else:
-            results[feature] = f"it makes no tokens of it: {ids}"
+            results[feature] = f"the renderer makes no tokens of it: {ids}"
     return results
 
 
-def _alike(one: Verdict, other: Verdict) -> bool:
-    """Return whether a renderer makes the same of all probes as before."""
-    return one.renders_messages == other.renders_messages and all(
-        np.array_equal(truth, other.truths.get(feature, ())) for feature, truth in one.truths.items()
+def _alike(former: Verdict, current: Verdict) -> bool:
+    """Return whether a renderer makes the same tokens of all probes as before."""
+    return former.renders_messages == current.renders_messages and all(
+        np.array_equal(truth, current.truths.get(feature, ())) for feature, truth in former.truths.items()
     )
 
 

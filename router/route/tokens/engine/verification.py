@@ -114,7 +114,7 @@ class Verdict(msgspec.Struct, frozen=True, eq=False):
         yield from (feature for feature in request.features if feature not in ignored)
 
     def unequal(self, results: Mapping[Feature, str], request: TokenRequest) -> Feature | None:
-        """Return the first feature of the request for which a way does not make the engine's tokens, None if it does."""
+        """Return the first feature of the request for which a way does not make the engine's tokens, or None."""
         return next((feature for feature in self.decisive(request) if results.get(feature) != EQUAL), None)
 
 
@@ -135,13 +135,17 @@ class Verifier:
         """
         ways = engine.ways
         truths: dict[Feature, Truth] = {}
-        renders, probes = await self._true(model, engine, chat_probes(ways.reading), bool(ways.render_paths), truths)
+        renders, probes = await self._add_truths(
+            model, engine, chat_probes(ways.reading), bool(ways.render_paths), truths
+        )
         front_end = ""
         if ways.render_paths and not renders and ways.version_path:
             front_end = ways.front_end_in(await self._client.get(engine.url, ways.version_path))
-        renders_messages, of_messages = await self._true(model, engine, message_probes(ways.reading), renders, truths)
+        renders_messages, of_messages = await self._add_truths(
+            model, engine, message_probes(ways.reading), renders, truths
+        )
         of_responses = RESPONSE_PROBES if ways.reading.converts_responses else {}
-        renders_responses, of_responses = await self._true(model, engine, of_responses, renders, truths)
+        renders_responses, of_responses = await self._add_truths(model, engine, of_responses, renders, truths)
         unrendered = {} if renders else dict(probes)
         unrendered |= {} if renders_messages else of_messages
         unrendered |= {} if renders_responses else of_responses
@@ -177,7 +181,7 @@ class Verifier:
             front_end,
         )
 
-    async def _true(
+    async def _add_truths(
         self,
         model: str,
         engine: Engine,

@@ -64,7 +64,7 @@ class UnreadResponses(NamedTuple):
     """A model whose requests to `/v1/responses` are placed by load."""
 
     model: str
-    # Which of them, and why, as a sentence.
+    # Which requests are placed by load, and why, as a sentence.
     problem: str
     # Whether its engines can be started with a render endpoint, which reads them all.
     can_render: bool
@@ -232,7 +232,7 @@ class VerifiedEngines:
             return TokensUnknown(
                 "unverified",
                 "the model is served by engines of different kinds, which make different prompts of a "
-                f"{PROBE_NAMES[request.kind]}; serve it under another name by each kind",
+                f"{PROBE_NAMES[request.kind]}; let each kind serve the model under a name of its own",
             )
         verdict = next(iter(verdicts.values()))
         if request.kind == "responses":
@@ -247,7 +247,8 @@ class VerifiedEngines:
             result = verdict.tokenizes.get(feature, EQUAL)
             if result != EQUAL:
                 return TokensUnknown(
-                    "unverified", f"the engine's /tokenize differs from how it reads a request ({feature}: {result})"
+                    "unverified",
+                    f"the engine's /tokenize makes other tokens than the engine itself ({feature}: {result})",
                 )
         return TokensUnknown(
             "unsupported", f"only the engine's render endpoint could return its tokens ({verdict.ways.how_to_render})"
@@ -292,7 +293,7 @@ class VerifiedEngines:
         ]
 
     def has_source(self, model: str) -> bool:
-        """Return whether something is known to make an engine's own tokens of the model's chats and texts."""
+        """Return whether a verified source makes an engine's own tokens of the model's chats and texts."""
         verdicts = [(url, verdict) for judged_model, url, verdict in self._present() if judged_model == model]
         return any(
             verdict.renders
@@ -352,11 +353,11 @@ class VerifiedEngines:
                 continue
             problem = f"{_names(lost)} is placed by load"
             if reason := verdicts[0].tokenizes.get(lost[0]):
-                problem += f", because the engine's /tokenize differs from how it reads one ({reason})"
+                problem += f", because the engine's /tokenize makes other tokens than the engine itself ({reason})"
             yield UnreadResponses(model, problem, bool(verdicts[0].ways.render_paths))
 
     def _lost(self, model: str, url: str, verdict: Verdict, features: Iterable[Feature]) -> list[Feature]:
-        """Return the features whose tokens nobody finds for an engine: no renderer, tokenizer or way of its own."""
+        """Return the features for which no renderer, no tokenizer in the router and no endpoint makes the engine's tokens."""
         rendered = self._renderers.features(model, url, verdict)
         return [feature for feature in features if feature not in rendered and not _reads(verdict, feature)]
 
@@ -377,7 +378,7 @@ class VerifiedEngines:
         The sources are the local tokenizer, the engine's /tokenize, and the model's other engines.
         """
         problems = []
-        # Nothing else is needed for a feature that a renderer has.
+        # A feature for which a renderer makes the tokens needs no other source.
         rendered = self._renderers.features(model, url, verdict)
         tokenizes = {feature: result for feature, result in verdict.tokenizes.items() if feature not in rendered}
         for name, results in (("the tokenizer here", verdict.local), ("its /tokenize", tokenizes)):
@@ -411,7 +412,7 @@ def _lack(verdict: Verdict, lost: Sequence[Feature]) -> str:
 
 
 def _names(features: Sequence[Feature]) -> str:
-    """Return the requests with these features, for people."""
+    """Return the names of requests with these features, for messages."""
     whole = "responses" in features
     names = [PROBE_NAMES[feature] for feature in features if not whole or feature not in FURTHER_RESPONSES]
     return ", ".join(f"each {name}" for name in names)

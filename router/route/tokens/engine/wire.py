@@ -194,7 +194,7 @@ class _Refusal(msgspec.Struct):
 
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
-    # The same of a Response.
+    # The same count in the usage of a Response.
     input_tokens: int = 0
 
 

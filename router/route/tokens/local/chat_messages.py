@@ -166,7 +166,7 @@ def _tool(tool: Any, reading: Reading) -> dict[str, Any]:
     if not isinstance(function, dict) or not function.keys() <= set(FUNCTION_KEYS) or "name" not in function:
         raise _left("a tool of another form")
     if reading.completes_calls:
-        # The client's order comes first.
+        # The client's own keys come first, in the client's order.
         definition = {"description": None, "parameters": None} | function
         order = [*function, *(name for name in definition if name not in function)]
         definition = {name: definition[name] for name in order if name != "strict" or definition[name] is not None}

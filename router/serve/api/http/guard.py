@@ -55,7 +55,7 @@ class Guard:
 
     @property
     def reads_heads(self) -> bool:
-        """Whether each request's head decides about more than the request's path: it has a key, or names a tenant."""
+        """Whether the head of each request is needed for a key or a tenant, too, and not only for the path."""
         return self._access.keys is not None or self._access.tenants is not None
 
     @property
