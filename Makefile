@@ -14,7 +14,7 @@ help:
 	@echo "make demo         install into .venv, without a C compiler, and watch the router predict what four replicas reuse"
 	@echo "make test         install with compiled modules and run the tests of every part, in minutes"
 	@echo "make test-all     the rest: whole routers, faults, fuzzing, containers, the demo, all examples of the properties"
-	@echo "make test-uncompiled  those of make test that can run a compiled module, with the modules uncompiled"
+	@echo "make test-uncompiled  the tests of make test that can run a compiled module, with the modules uncompiled"
 	@echo "make test-engine  the same claims against a real vLLM (its CPU build, 3 GB, cached)"
 	@echo "make fuzz         a million inputs against the decoders and what follows, ten million heads and answers, and the HTTP API's description"
 	@echo "make sanitize     the compiled modules under gcc's address and undefined-behaviour sanitizers (part of make fuzz)"
@@ -24,9 +24,9 @@ help:
 	@echo "make floods       one bad event source, many idle clients of /events: memory, descriptors and latency (minutes)"
 	@echo "make live-proof  power failures, lost stores and restarts: no router says live without proof"
 	@echo "make choice-live  the choice over HTTP: cold chats, a popular system prompt, a restart; by policy, sim or vLLM"
-	@echo "make agents-proof  what agents send to two real vLLM, through the proxy and Envoy: predicted = delivered (minutes)"
+	@echo "make agents-proof  requests of agents to two real vLLM servers, by proxy and Envoy: predicted = delivered (minutes)"
 	@echo "make fault-walk   make each mistake of an operator, and check what kvrouter doctor finds and how soon (minutes)"
-	@echo "make salt-attack  100,000 guesses of one tenant about another's prompts, by all that its key can read (minutes)"
+	@echo "make salt-attack  100,000 guesses of one tenant about another's prompts, by all that its key can read (20 minutes)"
 	@echo "make salt-timing  what the time of an answer shows of another tenant's prompts, with and without made salts"
 	@echo "make lint         ruff, mypy, spelling and plain words"
 	@echo "make chart-readme renew the table of values in the Helm chart's README"
@@ -78,8 +78,8 @@ $(VENV)/installed: pyproject.toml engine_patch/pyproject.toml $(SOURCES)
 demo: $(firstword $(wildcard $(VENV)/installed) $(VENV)/runtime)
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/kvrouter demo
 
-# A file's tests stay in one process, so that they share their router and their store. Tests wait for sockets, limits of
-# time and other processes for two thirds of their time, so there are more processes than cores.
+# A file's tests stay in one process, so that they share their router and their store. Tests wait for sockets,
+# timeouts and other processes for two thirds of their time, so there are more processes than cores.
 CORES = $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 PYTEST := $(BIN)/python -m pytest --ignore=tests/engine --maxprocesses 8 --dist loadfile
 FEW := KVROUTER_TEST_EXAMPLES=few $(PYTEST) -m "not slow"
@@ -92,7 +92,7 @@ test: $(VENV)/installed
 test-all: $(VENV)/installed
 	$(PYTEST) -m "slow or property" --numprocesses $$(($(CORES) + 1)) --no-loadscope-reorder $(ARGS)
 
-# As where there was no C compiler. tests/conftest.py leaves out what never runs a compiled module.
+# Run modules as without a C compiler. tests/conftest.py leaves out tests that never run a compiled module.
 test-uncompiled: $(VENV)/installed
 	KVROUTER_TEST_UNCOMPILED=1 $(FEW) --numprocesses $$((2 * $(CORES))) $(ARGS)
 
@@ -146,7 +146,7 @@ agents-proof: $(VENV)/installed
 salt-attack: $(VENV)/installed
 	KVROUTER_TEST_SALT_TRIALS=100000 $(BIN)/python -m pytest -n 0 -s tests/contract/test_salt_attack.py $(ARGS)
 
-# What the time of an answer shows of another tenant's prompts, with and without salts made by the router.
+# How much the time of an answer shows of another tenant's prompts, with and without salts made by the router.
 salt-timing: $(VENV)/installed
 	$(BIN)/python -m benchmarks.salt_timing $(ARGS)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claim: for what agents send, the router predicts exactly the tokens that real engines reuse, whichever way it comes.
+"""Claim: for requests of agents, the router predicts exactly the tokens that real engines reuse, through every door.
 
 Two `vllm serve` (the CPU build of the engine tests, a tiny hybrid model) stand behind one router. OpenAI's and
 Anthropic's own clients hold conversations with `/v1/responses` and `/v1/messages`: with tools, streamed and not, stored

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claim: finding the hits of the prompts of a list takes less time than one turn of ingest (2 ms) among any workers.
+"""Claim: finding the hits of the prompts of a list takes less time than one turn of ingest (2 ms), among any number of workers.
 
     python -m benchmarks.prompt_lists [--rounds N]
 

@@ -2,10 +2,10 @@
 """The time that a proxied request takes with another version of the router and with this one, in turns.
 
 Routers of both versions, and a second one of this version as a control, run at the same time in front of the same two
-stub engines with the same events. One client sends each request through all of them, one after the other, and another
-one first each time. A row is the difference, request by request, from the router of the other version: its median, with
-the quartiles of the rounds' medians. This version is as fast as the other one where its row does not differ from zero
-by more than the row of the control differs from it.
+stub engines with the same events. One client sends each request through all of them, one after the other, and begins
+with a different router each time. A row is the difference, request by request, from the router of the other version: its
+median, with the quartiles of the rounds' medians. This version is as fast as the other one if its row is no further from
+zero than the row of the control.
 
 The other version is a clone with its own .venv:
 
@@ -46,7 +46,7 @@ class Row(msgspec.Struct):
     median_us: float
     low_us: float
     high_us: float
-    # What the other version takes, at the median.
+    # The median time of the other version.
     before_us: float
     # The CPU for a request over many connections, of this router and of the other version; 0 for streams.
     cpu_us: float = 0.0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claim: with salts made by the router, the time of an answer shows no more of another tenant's prompt than a coin.
+"""Claim: with salts made by the router, the time of an answer shows nothing of another tenant's prompt.
 
-One tenant sends one of two prompts; another one sends both, compares only the times of the answers, and guesses which it
-was. Replicas are simulated: a token that is not cached takes 50 us, so a prompt takes 4 ms.
+One tenant sends one of two prompts. Another tenant sends both, compares only the times of the answers, and guesses which
+prompt was sent before. Replicas are simulated: a token that is not cached takes 50 us, so a prompt takes 4 ms.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tests.support.salt_attack import Outcome, run_attack, sigmas
 PATHS = ("/query", "/select", "/v1/completions", "/v1/chat/completions")
 TOKEN_S = 50e-6
 SEED = 32
-# Standard deviations of a coin.
+# The largest accepted difference from the guesses of a coin, in standard deviations.
 MOST_SIGMAS = 3.0
 
 
@@ -31,11 +31,11 @@ def measure(settings: Settings) -> tuple[list[Row], list[str]]:
 def _row(outcome: Outcome, path: str, *, makes_salts: bool) -> Row:
     trials, right = outcome.trials[path], outcome.right[path]
     spread = sigmas(trials, right)
-    what = f"{path}, {'with' if makes_salts else 'without'} salts, {trials} guesses ({spread:+.1f} sigma)"
+    name = f"{path}, {'with' if makes_salts else 'without'} salts, {trials} guesses ({spread:+.1f} sigma)"
     share = 100.0 * right / trials
     if not makes_salts:
-        return Row(what, "% right", share)
-    return Row(what, "% right", share, f"within {MOST_SIGMAS:.0f} sigma of 50", abs(spread) <= MOST_SIGMAS)
+        return Row(name, "% right", share)
+    return Row(name, "% right", share, f"within {MOST_SIGMAS:.0f} sigma of 50", abs(spread) <= MOST_SIGMAS)
 
 
 if __name__ == "__main__":

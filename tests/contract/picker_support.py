@@ -38,8 +38,8 @@ class Door:
     def pick(self, body: bytes, path: str = COMPLETIONS, *, may_go_on: bool = False, **headers: str) -> Route:
         named = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
         lines = [(b":method", b"POST"), (b":path", path.encode()), *named]
-        asked = GatewayRequest(lines, body, None, may_go_on=may_go_on)
-        return asyncio.run_coroutine_threadsafe(self.picker.pick(asked), self._router.loop).result(WAIT_S)
+        request = GatewayRequest(lines, body, None, may_go_on=may_go_on)
+        return asyncio.run_coroutine_threadsafe(self.picker.pick(request), self._router.loop).result(WAIT_S)
 
     def decoded(self) -> dict[str, float]:
         """Return the numbers of compressed bodies by outcome, without those that are 0."""

@@ -120,7 +120,7 @@ async def tokenizer_of(
             await tokenizer.stop()
 
 
-async def asked(tokenizer: TextTokenizer, body: dict[str, Any], path: str = MESSAGES_PATH) -> Prompt:
+async def prompt_of(tokenizer: TextTokenizer, body: dict[str, Any], path: str = MESSAGES_PATH) -> Prompt:
     return await tokenizer.prompt(path, MODEL, read_client_body(path, msgspec.json.encode(body)))
 
 
@@ -133,7 +133,7 @@ async def test_trials_find_what_sglang_makes_of_thinking(switch: ThinkingSwitch)
     engine = engine_of("sglang", switch=switch)
     async with tokenizer_of([engine]) as tokenizer:
         for body in (HELLO, THOUGHT, *SWITCHED.values()):
-            prompt = await asked(tokenizer, body)
+            prompt = await prompt_of(tokenizer, body)
             assert prompt.source == "tokenize" and prompt.token_ids is not None, prompt.problem
             assert prompt.token_ids.tolist() == engine.chat(body)
         assert tokenizer.health() == []
@@ -142,8 +142,8 @@ async def test_trials_find_what_sglang_makes_of_thinking(switch: ThinkingSwitch)
 async def test_thinking_in_an_unknown_form_is_placed_by_load() -> None:
     engine = engine_of("sglang", history=ThinkingHistory(("<marks that no parser has>", "</marks that no parser has>")))
     async with tokenizer_of([engine]) as tokenizer:
-        assert (await asked(tokenizer, HELLO)).source == "tokenize"
-        prompt = await asked(tokenizer, THOUGHT)
+        assert (await prompt_of(tokenizer, HELLO)).source == "tokenize"
+        prompt = await prompt_of(tokenizer, THOUGHT)
         assert (prompt.source, prompt.reason) == ("none", "unverified")
         assert "message thinking" in prompt.problem
         assert "message with earlier thinking" in str(tokenizer.health())
@@ -152,16 +152,16 @@ async def test_thinking_in_an_unknown_form_is_placed_by_load() -> None:
 async def test_vllm_is_not_queried_about_thinking() -> None:
     engine = engine_of("vllm")
     async with tokenizer_of([engine]) as tokenizer:
-        prompt = await asked(tokenizer, THOUGHT | {"thinking": {"type": "adaptive"}})
+        prompt = await prompt_of(tokenizer, THOUGHT | {"thinking": {"type": "adaptive"}})
         assert prompt.token_ids is not None and prompt.token_ids.tolist() == engine.chat(THOUGHT)
         assert not any("thinking" in body or "output_config" in body for _, body in engine.asked)
         for name, reason in (("off", "not_looked_up"), ("effort", "unsupported")):
-            assert (await asked(tokenizer, SWITCHED[name])).reason == reason
+            assert (await prompt_of(tokenizer, SWITCHED[name])).reason == reason
 
 
 async def test_engines_of_both_kinds_do_not_mix_their_prompts() -> None:
     async with tokenizer_of([engine_of("vllm"), engine_of("sglang")]) as tokenizer:
-        prompt = await asked(tokenizer, HELLO)
+        prompt = await prompt_of(tokenizer, HELLO)
         assert (prompt.source, prompt.reason) == ("none", "unverified")
         assert "different kinds" in prompt.problem
 
@@ -170,7 +170,7 @@ async def test_responses_of_engines_of_both_kinds_are_placed_by_load() -> None:
     rendering = engine_of("vllm")
     rendering.statuses = {}
     async with tokenizer_of([rendering, engine_of("sglang")]) as tokenizer:
-        prompt = await asked(tokenizer, {"input": "hi"}, RESPONSES_PATH)
+        prompt = await prompt_of(tokenizer, {"input": "hi"}, RESPONSES_PATH)
         assert (prompt.source, prompt.reason) == ("none", "unverified")
         assert "different kinds" in prompt.problem
 
@@ -178,7 +178,7 @@ async def test_responses_of_engines_of_both_kinds_are_placed_by_load() -> None:
 async def test_responses_of_sglang_are_no_fault_of_a_setting() -> None:
     async with tokenizer_of([engine_of("sglang")]) as tokenizer:
         for _ in range(COUNTED_MIN):
-            prompt = await asked(tokenizer, {"input": "hi"}, RESPONSES_PATH)
+            prompt = await prompt_of(tokenizer, {"input": "hi"}, RESPONSES_PATH)
             assert (prompt.source, prompt.reason) == ("none", "not_looked_up") and "x-session-id" in prompt.problem
         assert not list(tokenizer.missing())
         (unread,) = tokenizer.unread_responses()
@@ -191,8 +191,8 @@ async def test_a_renderer_of_vllm_makes_the_tokens_of_texts_alone_for_sglang() -
     renderer.tokens = written
     async with tokenizer_of([engine], [renderer]) as tokenizer:
         chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "it is"}]}
-        assert (await asked(tokenizer, chat, CHAT_PATH)).source == "tokenize"
-        assert (await asked(tokenizer, HELLO)).source == "tokenize"
-        assert (await asked(tokenizer, {"prompt": "a text"}, TEXT_PATH)).source == "render"
+        assert (await prompt_of(tokenizer, chat, CHAT_PATH)).source == "tokenize"
+        assert (await prompt_of(tokenizer, HELLO)).source == "tokenize"
+        assert (await prompt_of(tokenizer, {"prompt": "a text"}, TEXT_PATH)).source == "render"
         assert not any("it is" in str(body) for _, body in renderer.asked)
         assert tokenizer.renderer_problems() == []

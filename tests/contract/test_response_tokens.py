@@ -38,7 +38,7 @@ def without_calls(body: dict[str, Any]) -> list[int]:
 
 @pytest.mark.parametrize("statuses", [NO_RENDER | {RENDER_RESPONSES: 404}, {RENDER_RESPONSES: 404}])
 @pytest.mark.parametrize("tells_ids", [True, False])
-async def test_without_a_render_endpoint_they_are_converted_and_verified(
+async def test_without_a_render_endpoint_responses_are_converted_and_verified(
     statuses: dict[str, int], tells_ids: bool
 ) -> None:
     async with case(statuses=statuses, tells_ids=tells_ids) as stage:
@@ -51,7 +51,7 @@ async def test_without_a_render_endpoint_they_are_converted_and_verified(
         assert probes and all(probe["store"] is False and probe["max_output_tokens"] == 1 for probe in probes)
 
 
-async def test_an_engine_that_reads_them_in_its_own_way_is_not_believed_and_named_once_such_a_request_came() -> None:
+async def test_an_engine_that_reads_calls_in_its_own_way_is_reported_after_the_first_such_request() -> None:
     async with case(statuses=NO_RENDER | {RENDER_RESPONSES: 404}, tokens=without_calls) as stage:
         assert (await stage.response(**ASKED)).source == "tokenize"
         assert list(stage.tokenizing.unread_responses()) == []
@@ -92,7 +92,7 @@ async def test_an_engine_whose_template_refuses_instructions_is_tried_without() 
         assert (ids(prompt), prompt.source) == (tokens_of({"input": "Hi"}), "tokenize")
 
 
-async def test_a_local_tokenizer_reads_them_where_it_agrees() -> None:
+async def test_a_local_tokenizer_reads_responses_where_it_agrees() -> None:
     async with case(statuses=NO_RENDER | {RENDER_RESPONSES: 404}, local=HereToo(), tokens=without_calls) as stage:
         prompt = await stage.response(**ASKED)
         assert (ids(prompt), prompt.source) == (tokens_of(ASKED), "local")

@@ -18,7 +18,7 @@ SEED = int(os.environ.get("KVROUTER_TEST_SEED", "32"))
 # Without salts, the guesses are so often right that few trials show it.
 TRIALS_WITHOUT = 400
 MOST_SIGMAS = 3.0
-# What a tenant must not read at all.
+# The paths that a tenant must not read at all.
 OPERATORS_PATHS = ("/decisions", "/events", "/metrics", "/workers", "/history", "/store", "/diagnosis", "/settings")
 
 

@@ -196,7 +196,7 @@ def test_an_id_that_is_no_readable_text_is_left_to_the_engine(
 
 
 def of_alice(server: ProxyServer) -> None:
-    """Have a response of another client's key at w1."""
+    """Remember a response of another client's key at w1."""
     server.on_loop(lambda: server.proxy.responses.owners.made("resp_a", WorkerKey("m", "w1"), "alice"))
 
 

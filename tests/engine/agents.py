@@ -106,10 +106,10 @@ TOOL_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "re
 
 
 class Conversation(Protocol):
-    """A client that goes on with its conversation each time, and begins another one when that has become long."""
+    """A client that continues its conversation with each request, and begins another one when it has become long."""
 
     def send(self, door: Door, pin: dict[str, str]) -> Reply:
-        """Send the next request, with these headers, and return what came of it."""
+        """Send the next request, with these headers, and return its reply."""
         ...
 
 
@@ -376,7 +376,7 @@ class Tally:
 
 
 def warm_up(fleet: Fleet, door: Door, timeout_s: float) -> None:
-    """Wait until messages and responses are predicted, but no longer than this: then they are counted as unknown."""
+    """Wait until messages and responses are predicted, or until the timeout, after which they count as unknown."""
     clients = [Messages(Random(0), 0), WholeInputs(Random(0), 0)]
     for client in clients:
         try:
@@ -395,7 +395,7 @@ def converse(
         fleet: The engines and the router behind the door.
         door: Where requests are sent.
         requests: The number of requests.
-        seed: Of all random choices.
+        seed: Decides all random choices.
         tally: Counts the replies.
         report: Called with the number of requests so far.
     """
@@ -406,7 +406,7 @@ def converse(
     ]
     workers = list(fleet.engines)
     for number in range(requests):
-        # The first turns are pinned: chance decides where conversations begin, and may leave a worker out.
+        # The first turns are pinned, because chance could leave a worker without a conversation.
         begins = number < len(conversations)
         pin = {"x-kvrouter-worker": workers[number % len(workers)]} if begins else {}
         fleet.settle()

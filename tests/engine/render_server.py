@@ -23,7 +23,7 @@ class RenderServer(ChatServer):
         """
         super().__init__(folder, model, name=name)
         self._command = [
-            # Not `vllm launch`, for the reason for which an engine is not started by `vllm serve`.
+            # Not `vllm launch`, for the same reason that `ChatServer` does not use `vllm serve`.
             *(sys.executable, "-m", "vllm.entrypoints.launchers.render.entry", "--model", str(model)),
             *("--served-model-name", name, "--host", "127.0.0.1", "--port", str(self.port)),
             *("--max-model-len", str(MAX_MODEL_LEN), "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What agents send to two real vLLM servers through `kvrouter serve`: every prediction is what the engine reused.
+"""Requests of agents to two real vLLM servers through `kvrouter serve`: every prediction equals the reuse.
 
 The clients are OpenAI's and Anthropic's own, with bodies in zstd, gzip and plain. `make agents-proof` sends more requests,
 through Envoy with the router as its endpoint picker too.
@@ -40,7 +40,7 @@ def test_what_is_predicted_for_agents_is_delivered(
         warm_up(fleet, door, WAIT_S)
         decoded = fleet.router.metric("kvrouter_encoded_bodies_total", outcome="decoded")
         converse(fleet, door, REQUESTS, seed, tally)
-        # Two of three bodies are compressed; only retrieved and cancelled responses have none.
+        # Two of three bodies are compressed; requests that retrieve or cancel a response have no body.
         assert fleet.router.metric("kvrouter_encoded_bodies_total", outcome="decoded") - decoded >= REQUESTS // 2
     lines = tally.lines()
     for line in lines:

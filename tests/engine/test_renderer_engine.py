@@ -50,7 +50,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ChatServ
 def test_a_renderers_tokens_are_the_engines(servers: tuple[ChatServer, RenderServer], seed: int) -> None:
     engine, renderer = servers
     assert engine.post("/v1/completions/render", {"prompt": "a"})[0] in ABSENT
-    asked = list(requests(random.Random(seed), REQUESTS))
+    queries = list(requests(random.Random(seed), REQUESTS))
 
     def truth(request: tuple[str, dict[str, Any]]) -> list[int] | None:
         path, body = request
@@ -60,10 +60,10 @@ def test_a_renderers_tokens_are_the_engines(servers: tuple[ChatServer, RenderSer
         return list(answer.get("prompt_token_ids") or answer["choices"][0]["prompt_token_ids"])
 
     with ThreadPoolExecutor(8) as pool:
-        truths = list(pool.map(truth, asked))
-    prompts = asyncio.run(tokenized(MODEL, Engine(engine.url, "1", VLLM.tokens), asked, renderers=[renderer.url]))
+        truths = list(pool.map(truth, queries))
+    prompts = asyncio.run(tokenized(MODEL, Engine(engine.url, "1", VLLM.tokens), queries, renderers=[renderer.url]))
     sources: Counter[str] = Counter()
-    for request, ids, prompt in zip(asked, truths, prompts, strict=True):
+    for request, ids, prompt in zip(queries, truths, prompts, strict=True):
         if ids is not None:
             sources[prompt.source] += 1
             assert prompt.token_ids is not None and prompt.token_ids.tolist() == ids, (seed, request, ids, prompt)

@@ -85,7 +85,8 @@ def test_what_is_predicted_is_reused(way: str, fleets: dict[str, Fleet], seed: i
             calls = "_call'" in str(body["input"])
             outcomes["unknown" if predicted is None else "equal" if predicted == reused else "wrong"] += 1
             tokens += reused
-            # The template writes whole calls, and what it writes of a developer is left to the engine by the router.
+            # /tokenize cannot write whole calls as the engine does, and the router leaves calls beside a developer's message to
+            # the engine.
             may_be_unknown = calls and (way == "tokenize" or "'developer'" in str(body["input"]))
             if predicted != reused and not (predicted is None and may_be_unknown):
                 wrong.append(f"seed {seed}: predicted {predicted}, reused {reused}\n{body}")
@@ -98,7 +99,7 @@ def test_what_is_predicted_is_reused(way: str, fleets: dict[str, Fleet], seed: i
     assert outcomes["equal"] >= CONVERSATIONS and tokens > 0
 
 
-def test_the_doctor_says_which_of_them_are_placed_by_load_and_what_ends_that(fleets: dict[str, Fleet]) -> None:
+def test_the_doctor_names_the_responses_that_are_placed_by_load_and_the_remedy(fleets: dict[str, Fleet]) -> None:
     call = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
     body = {"input": [call, {"type": "function_call_output", "call_id": "c", "output": "21"}]}
     for fleet in fleets.values():

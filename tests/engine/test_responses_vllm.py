@@ -35,7 +35,7 @@ OLDER = "0.31.0"
 CUSTOM_TOOLS = not __version__.startswith(OLDER)
 
 
-def asked(body: dict[str, Any]) -> TokenRequest:
+def request_for(body: dict[str, Any]) -> TokenRequest:
     token_request = read(RESPONSES_PATH, read_client_body(RESPONSES_PATH, msgspec.json.encode({"model": "m"} | body)))
     assert isinstance(token_request, TokenRequest)
     return token_request
@@ -67,7 +67,7 @@ def engines_chat(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def our_chat(body: dict[str, Any]) -> dict[str, Any]:
-    chat = as_chat(asked(body))
+    chat = as_chat(request_for(body))
     return {"messages": chat.messages, "tools": chat.value("tools"), "arguments": template_arguments(chat)}
 
 
@@ -110,7 +110,7 @@ def test_special_tokens_are_added_as_the_engine_adds_them() -> None:
         max_model_len = 8
 
     request = ResponsesRequest(input="a")
-    assert request.build_tok_params(Model()).add_special_tokens is as_chat(asked({"input": "a"})).value(
+    assert request.build_tok_params(Model()).add_special_tokens is as_chat(request_for({"input": "a"})).value(
         "add_special_tokens"
     )
 

@@ -159,7 +159,7 @@ def body_of(rng: random.Random) -> dict[str, Any]:
     return body
 
 
-def asked(body: dict[str, Any]) -> TokenRequest:
+def request_for(body: dict[str, Any]) -> TokenRequest:
     request = read(MESSAGES_PATH, read_client_body(MESSAGES_PATH, msgspec.json.encode({"model": "m"} | body)))
     assert isinstance(request, TokenRequest)
     return request
@@ -176,7 +176,7 @@ def test_the_prompt_is_the_engines(sides: Sides, seed: int) -> None:
             # SGLang refuses redacted thinking, and a tool choice without tools.
             refused += 1
             continue
-        request = asked(body)
+        request = request_for(body)
         try:
             tokenized = sides.tokenized(request)
         except TokensUnknown:
@@ -200,7 +200,7 @@ def test_the_attribution_stays_in_the_prompt(sides: Sides) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     rest = {"type": "text", "text": "You are brief."}
     prompts = [
-        sides.tokenized(asked(body | {"system": [{"type": "text", "text": f"{BILLING} {number}"}, rest]}))
+        sides.tokenized(request_for(body | {"system": [{"type": "text", "text": f"{BILLING} {number}"}, rest]}))
         for number in range(2)
     ]
     assert prompts[0] != prompts[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which test files can run a compiled module: the others run the same code where modules run uncompiled."""
+"""The test files that can run a compiled module. The others run the same code, whether modules are compiled or not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # The tests of these folders start no process, so they can run only what their file imports.
 IN_PROCESS = ("unit", "property")
-# The tests of other files over TLS: the compiled modules get the same bytes as there.
+# These files repeat the tests of other files over TLS, so compiled modules get the same bytes in both.
 REPEATED = ("test_over_tls.py",)
 # Parsing all files with `ast` would take each process of pytest-xdist four seconds.
 IMPORT = re.compile(r"^ *(?:from ([\w.]+) )?import (\([^)]*\)|.*)", re.MULTILINE)

@@ -71,16 +71,16 @@ def _changed(rng: random.Random, value: Any) -> Any:
 
 
 def _items(rng: random.Random, *, kinds: bool) -> list[dict[str, Any]]:
-    items = [_asked(rng, rng.choice(["developer", "system"]))] if rng.random() < 0.3 else []
-    items.append(_asked(rng, "user"))
+    items = [_message(rng, rng.choice(["developer", "system"]))] if rng.random() < 0.3 else []
+    items.append(_message(rng, "user"))
     for number in range(rng.randrange(4)):
         items += _answer(rng, number, kinds=kinds)
         if rng.random() < 0.8:
-            items.append(_asked(rng, "user"))
+            items.append(_message(rng, "user"))
     return items
 
 
-def _asked(rng: random.Random, role: str) -> dict[str, Any]:
+def _message(rng: random.Random, role: str) -> dict[str, Any]:
     message = {"role": role, "content": rng.choice([text(rng), parts(rng)])}
     return rng.choice([{}, {"type": "message"}]) | message
 
@@ -96,9 +96,9 @@ def _answer(rng: random.Random, number: int, *, kinds: bool) -> list[dict[str, A
             reasoning["content"] = parts(rng, "reasoning_text")
         answer.append(reasoning | rng.choice([{}, {"id": f"rs_{number}"}, {"id": f"rs_{number}", "content": None}]))
     if rng.random() < 0.7:
-        said: dict[str, Any] = {"type": "message", "role": "assistant", "content": parts(rng, "output_text")}
-        said = rng.choice([said, said | {"id": "msg_1", "status": "completed"}])
-        answer.append(rng.choice([said, said, {"role": "assistant", "content": text(rng)}]))
+        message: dict[str, Any] = {"type": "message", "role": "assistant", "content": parts(rng, "output_text")}
+        message = rng.choice([message, message | {"id": "msg_1", "status": "completed"}])
+        answer.append(rng.choice([message, message, {"role": "assistant", "content": text(rng)}]))
     calls = [_call(rng, f"call_{number}_{n}", kinds=kinds) for n in range(rng.choice([0, 0, 1, 2]))]
     answer += calls
     if rng.random() < 0.1:

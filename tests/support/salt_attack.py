@@ -2,8 +2,8 @@
 """An attack on the privacy of prompts: one tenant guesses which of two prompts another tenant has sent.
 
 The router's API, guard, proxy, placer and matcher are real. Two simulated replicas answer the proxy, and their events go
-into the mirror before the next request. The attacker sees every byte of each answer but no time; or, for
-`benchmarks/salt_timing.py`, nothing but the time.
+into the mirror before the next request. The attacker sees every byte of each answer but not its
+time; for `benchmarks/salt_timing.py`, it sees only the time.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def differences(first: Reply, second: Reply) -> dict[str, int]:
 
 
 class Guesser:
-    """What the attacker learns of one endpoint: by how much each feature speaks for the first prompt."""
+    """The attacker's knowledge of one endpoint: how strongly each feature speaks for the first prompt."""
 
     def __init__(self) -> None:
         self._scores: dict[str, int] = defaultdict(int)
@@ -248,7 +248,7 @@ class Guesser:
             self._scores[name] += sign if sent == 0 else -sign
 
     def guess(self, signs: Mapping[str, int], rng: random.Random) -> int:
-        """Return which prompt the victim has sent, by the feature that has shown most so far."""
+        """Return which prompt the victim has sent, by the feature that has been the best guide so far."""
         known = [name for name in signs if self._scores.get(name)]
         if not known:
             return rng.randrange(2)
@@ -269,7 +269,7 @@ class Outcome(NamedTuple):
 
 
 def sigmas(trials: int, right: int) -> float:
-    """Return by how many standard deviations of a coin the guesses are better than it."""
+    """Return by how many standard deviations the guesses are better than those of a coin."""
     return float((right - trials / 2) / (trials**0.5 / 2))
 
 
@@ -356,7 +356,7 @@ def run_attack(folder: Path, trials: int, seed: int, *, makes_salts: bool, **opt
 
 
 def _router(core: MirroredCore, config: Config) -> tuple[Any, Any]:
-    """Return the router's HTTP API with its proxy, and what closes it."""
+    """Return the router's HTTP API with its proxy, and the function that closes both."""
     registry = MetricRegistry()
     metrics, tokens = RouterMetrics(registry), Words()
     feed = bare_feed(lambda: 0.0)

@@ -38,7 +38,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hi 🙂"}]}
 RENDER_CHAT = "/v1/chat/completions/render"
 RENDER_TEXT = "/v1/completions/render"
 NO_RENDER = {RENDER_CHAT: 403, RENDER_TEXT: 403}
-# What a renderer does not have.
+# The endpoints that a renderer does not have, with their status.
 NO_ENGINE = {CHAT_PATH: 404, TEXT_PATH: 404, "/v1/messages/count_tokens": 404}
 
 

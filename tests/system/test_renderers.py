@@ -71,7 +71,7 @@ def clinic(
 ) -> Iterator[Clinic]:
     ends = replica.endpoints
     spec = f"w0={ends['url']},events={ends['events']},replay={ends['replay']},model={MODEL}"
-    # No text is late on a busy machine.
+    # With this timeout, no text is late on a busy machine.
     flags = ["--worker", spec, "--renderer", f"{MODEL}={renderer.url}", "--tokenize-timeout-s", "60"]
     with RouterProcess(tmp_path_factory.mktemp("router"), flags) as router:
         yield Clinic(router)

@@ -13,7 +13,7 @@ from kvrouter.router.app.cli.commands import EXIT_FAILED, EXIT_USAGE, run
 from kvrouter.router.app.cli.history import RANGES, ROW_S, rows_of
 from tests.support.stub_router import StubRouter, unset_client_variables
 
-# Noon of a day.
+# A noon in UTC, in seconds since 1970.
 BEGAN_S = 1_795_780_800
 STEP: dict[str, Any] = {
     "requests": 40,
@@ -86,7 +86,7 @@ def test_a_row_without_streams_or_speeds_claims_neither(stub: StubRouter, capsys
     assert "no answer was streamed" in " ".join(out.split())
 
 
-def test_without_a_request_it_says_so(stub: StubRouter, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_request_the_sentence_says_so(stub: StubRouter, capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(stub, capsys, answer(IDLE), "15m")
     assert out == "In the last 15 minutes, no request ended.\n"
 

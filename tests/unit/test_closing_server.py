@@ -27,7 +27,7 @@ def test_a_connection_that_arrives_with_the_end_leaves_no_transport(kind: type, 
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        # The transports of uvloop are others; the harness runs on asyncio's own loop.
+        # uvloop has other transports, but the harness runs on asyncio's own loop.
         asyncio.run(close_at(steps))
         gc.collect()
     assert not [str(warning.message) for warning in caught if "unclosed" in str(warning.message)]

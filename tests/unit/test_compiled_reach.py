@@ -26,5 +26,5 @@ def test_a_file_that_can_run_a_compiled_module_is_run(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["unit/test_ledger.py", "contract/test_over_tls.py"])
-def test_a_file_that_runs_none_or_repeats_others_is_left_out(name: str) -> None:
+def test_a_file_that_runs_no_compiled_module_or_repeats_other_tests_is_left_out(name: str) -> None:
     assert not reaches_compiled(TESTS / name)

@@ -37,7 +37,7 @@ def config(**given: Any) -> dict[str, Any]:
     } | given
 
 
-def told(url: str = "http://10.0.0.5:8000", **by_rank: dict[str, Any]) -> EngineAnswers:
+def answers_of(url: str = "http://10.0.0.5:8000", **by_rank: dict[str, Any]) -> EngineAnswers:
     return streams_in(
         json.dumps({rank.removeprefix("r"): settings for rank, settings in by_rank.items()}).encode(), url
     )
@@ -64,20 +64,24 @@ def told(url: str = "http://10.0.0.5:8000", **by_rank: dict[str, Any]) -> Engine
     ],
 )
 def test_an_engines_endpoints_are_translated_to_this_host(url: str, endpoint: str, events: str | None) -> None:
-    answers = told(url, r0=config(endpoint=endpoint))
+    answers = answers_of(url, r0=config(endpoint=endpoint))
     assert answers.streams == ({} if events is None else {0: Stream(events)})
     assert bool(answers.problem) == (events is None)
 
 
 def test_a_replay_endpoint_is_bound_so_a_name_in_it_is_the_engines() -> None:
-    answers = told("http://10.0.0.5:8000", r0=config(replay_endpoint="tcp://engine-host:5558"))
+    answers = answers_of("http://10.0.0.5:8000", r0=config(replay_endpoint="tcp://engine-host:5558"))
     assert answers.streams == {0: Stream("tcp://10.0.0.5:5557", "tcp://10.0.0.5:5558")}
-    lost = told("http://10.0.0.5:8000", r0=config(replay_endpoint="tcp://127.0.0.1:5558")).streams
+    lost = answers_of("http://10.0.0.5:8000", r0=config(replay_endpoint="tcp://127.0.0.1:5558")).streams
     assert lost is not None and lost[0].replay is None and "cannot be reached" in lost[0].note
 
 
 def test_the_finding_of_an_engine_without_events_says_how_to_have_them() -> None:
-    for answer in (told(), told(r0=config(enable_kv_cache_events=False)), told(r0=config(publisher="null"))):
+    for answer in (
+        answers_of(),
+        answers_of(r0=config(enable_kv_cache_events=False)),
+        answers_of(r0=config(publisher="null")),
+    ):
         assert answer.streams == {} and "--kv-events-config" in answer.problem and not answer.silent
 
 
@@ -87,7 +91,7 @@ def test_an_unreadable_answer_is_refused(raw: bytes) -> None:
         streams_in(raw, "http://h:1")
 
 
-def test_an_engine_tells_its_base_model() -> None:
+def test_an_engine_names_its_base_model() -> None:
     models = [{"id": "adapter", "parent": "base"}, {"id": "base", "parent": None, "object": "model"}]
     assert model_in(json.dumps({"data": models}).encode()) == "base"
     for raw, words in ((b'{"data": []}', "names no model"), (b"<html>", "no list of models")):
@@ -99,7 +103,7 @@ def spec(text: str) -> Candidate:
     return candidate_of(listed_worker(text), STATIC)
 
 
-RANKS = told(
+RANKS = answers_of(
     r0=config(replay_endpoint="tcp://*:6000"), r1=config(endpoint="tcp://*:5558", replay_endpoint="tcp://*:6001")
 )
 
@@ -123,7 +127,9 @@ def test_a_rank_that_is_named_is_that_rank() -> None:
 
 
 def test_the_only_core_behind_an_address_needs_no_rank() -> None:
-    (registration,) = completed(spec("w3=http://10.0.0.5:8000,model=m"), told(r3=config(endpoint="tcp://*:5560")), [])
+    (registration,) = completed(
+        spec("w3=http://10.0.0.5:8000,model=m"), answers_of(r3=config(endpoint="tcp://*:5560")), []
+    )
     assert (registration.worker, registration.events) == (WorkerKey("m", "w3", 0), "tcp://10.0.0.5:5560")
 
 

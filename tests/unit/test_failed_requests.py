@@ -42,7 +42,7 @@ class Desk:
         return self.quality.begin("/v1/completions", [], "request")
 
     def failed(self) -> list[str]:
-        """Return the selections that `only=failed` finds, after a look at the history, which counts as many."""
+        """Return the selections that `only=failed` finds, after checking that the history counts as many."""
         selection_ids = [entry.decision().selection_id for entry in self.log.last(1_000, FAILED)[0]]
         assert self.quality.traffic.of("m").failed == len(selection_ids)
         return selection_ids

@@ -22,7 +22,7 @@ USER = {"role": "user", "content": "Hi"}
 CHAT = {"messages": [USER]}
 
 
-def asked(body: dict[str, Any], path: str = CHAT_PATH) -> TokenRequest:
+def request_for(body: dict[str, Any], path: str = CHAT_PATH) -> TokenRequest:
     request = read(path, read_client_body(path, msgspec.json.encode(body)))
     assert isinstance(request, TokenRequest)
     return request
@@ -39,7 +39,7 @@ def test_the_fields_without_influence_are_complete_names() -> None:
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_TOKENS - {"kv_transfer_params"}))
 def test_fields_without_influence_do_not_change_the_key(name: str) -> None:
-    assert asked(CHAT | {name: 3}).key == asked(CHAT).key
+    assert request_for(CHAT | {name: 3}).key == request_for(CHAT).key
 
 
 @pytest.mark.parametrize(
@@ -55,12 +55,12 @@ def test_fields_without_influence_do_not_change_the_key(name: str) -> None:
     ],
 )
 def test_fields_with_influence_change_the_key(more: dict[str, Any]) -> None:
-    assert asked(CHAT | more).key != asked(CHAT).key
+    assert request_for(CHAT | more).key != request_for(CHAT).key
 
 
 def test_limits_of_the_answer_decide_where_the_prompt_is_cut() -> None:
     cut = CHAT | {"truncate_prompt_tokens": -1}
-    assert asked(cut | {"max_tokens": 5}).key != asked(cut | {"max_tokens": 6}).key
+    assert request_for(cut | {"max_tokens": 5}).key != request_for(cut | {"max_tokens": 6}).key
 
 
 def test_two_fields_cannot_collide_with_one() -> None:
@@ -85,14 +85,14 @@ def test_two_fields_cannot_collide_with_one() -> None:
     ],
 )
 def test_a_message_with_more_than_text_is_seen(part: Any, media: bool) -> None:
-    request = asked({"messages": [USER, {"role": "user", "content": ["x", part]}]})
+    request = request_for({"messages": [USER, {"role": "user", "content": ["x", part]}]})
     assert request.media_at == (1 if media else None)
 
 
 @pytest.mark.parametrize("params", [["prompt_token_ids"], "prompt_token_ids", [{"prompt_token_ids": [1]}]])
 def test_transfer_params_that_are_no_object_have_no_ids(params: Any) -> None:
     """The engine refuses such a body, or ignores the field."""
-    assert asked(CHAT | {"kv_transfer_params": params}).key == asked(CHAT).key
+    assert request_for(CHAT | {"kv_transfer_params": params}).key == request_for(CHAT).key
 
 
 @pytest.mark.parametrize("ids", [["a"], [None], [-1], [2**70], [1.5], [[1]]])
@@ -109,7 +109,7 @@ def test_a_result_within_results_is_descended_without_recursion() -> None:
     block: dict[str, Any] = {"type": "image"}
     for _ in range(300):
         block = {"type": "tool_result", "content": [block]}
-    assert asked({"messages": [{"role": "user", "content": [block]}]}, MESSAGES_PATH).media_at == 0
+    assert request_for({"messages": [{"role": "user", "content": [block]}]}, MESSAGES_PATH).media_at == 0
     deep = b'[{"type":"tool_result","content":' * 450 + b"[]" + b"}]" * 450
     body = read_client_body(MESSAGES_PATH, b'{"messages":[{"role":"user","content":' + deep + b"}]}")
     request = read(MESSAGES_PATH, body)
@@ -118,11 +118,11 @@ def test_a_result_within_results_is_descended_without_recursion() -> None:
 
 def test_features_are_those_that_the_probes_prove() -> None:
     tool = {"type": "function", "function": {"name": "f"}}
-    assert asked(CHAT).features == ("chat",)
-    assert asked(CHAT | {"tools": [tool]}).features == ("chat", "tools")
-    assert asked({"messages": [USER, {"role": "tool", "content": "1"}]}).features == ("chat", "tools")
-    assert asked(CHAT | {"continue_final_message": True}).features == ("chat", "continued")
-    assert asked({"prompt": "a"}, TEXT_PATH).features == ("text",)
+    assert request_for(CHAT).features == ("chat",)
+    assert request_for(CHAT | {"tools": [tool]}).features == ("chat", "tools")
+    assert request_for({"messages": [USER, {"role": "tool", "content": "1"}]}).features == ("chat", "tools")
+    assert request_for(CHAT | {"continue_final_message": True}).features == ("chat", "continued")
+    assert request_for({"prompt": "a"}, TEXT_PATH).features == ("text",)
 
 
 def test_tokenize_gets_the_fields_as_the_chat_endpoint_reads_them() -> None:
@@ -137,7 +137,7 @@ def test_tokenize_gets_the_fields_as_the_chat_endpoint_reads_them() -> None:
         "add_special_tokens": True,
         "unheard_of": 1,
     }
-    sent_body = msgspec.json.decode(tokenize_body(asked(body), RenderQuirks(), VLLM.tokens))
+    sent_body = msgspec.json.decode(tokenize_body(request_for(body), RenderQuirks(), VLLM.tokens))
     arguments = {"own": 1, "documents": [{"text": "d"}], "reasoning_effort": "none", "enable_thinking": False}
     assert sent_body == {
         "messages": [{"role": "assistant", "content": "a", "reasoning": "r"}],
@@ -146,11 +146,11 @@ def test_tokenize_gets_the_fields_as_the_chat_endpoint_reads_them() -> None:
         "add_special_tokens": True,
     }
     assert "tools" not in msgspec.json.decode(
-        tokenize_body(asked(body), RenderQuirks(keeps_unused_tools=False), VLLM.tokens)
+        tokenize_body(request_for(body), RenderQuirks(keeps_unused_tools=False), VLLM.tokens)
     )
     for name in ("truncate_prompt_tokens", "suffix"):
         with pytest.raises(TokensUnknown):
-            tokenize_body(asked(CHAT | {name: 1}), RenderQuirks(), VLLM.tokens)
+            tokenize_body(request_for(CHAT | {name: 1}), RenderQuirks(), VLLM.tokens)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ REASONING = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning
 ANSWER = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "so"}, {"text": "lost"}]}
 
 
-def asked(**body: Any) -> TokenRequest:
+def request_for(**body: Any) -> TokenRequest:
     request = read(RESPONSES_PATH, read_client_body(RESPONSES_PATH, msgspec.json.encode({"model": "m"} | body)))
     assert isinstance(request, TokenRequest)
     return request
@@ -34,7 +34,7 @@ def asked(**body: Any) -> TokenRequest:
 
 def test_items_of_one_answer_are_one_message() -> None:
     chat = as_chat(
-        asked(instructions="Be brief", input=[{"role": "user", "content": "a"}, REASONING, ANSWER, CALL, OUTPUT])
+        request_for(instructions="Be brief", input=[{"role": "user", "content": "a"}, REASONING, ANSWER, CALL, OUTPUT])
     )
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     assert chat.messages == [
@@ -43,12 +43,12 @@ def test_items_of_one_answer_are_one_message() -> None:
         {"role": "assistant", "reasoning": "why", "content": "so", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "1"},
     ]
-    assert as_chat(asked(input=[ANSWER, ANSWER])).messages == [{"role": "assistant", "content": "so"}] * 2
+    assert as_chat(request_for(input=[ANSWER, ANSWER])).messages == [{"role": "assistant", "content": "so"}] * 2
 
 
 def test_what_the_template_gets_besides_is_kept() -> None:
     chat = as_chat(
-        asked(
+        request_for(
             input="a", tools=[FUNCTION], tool_choice="none", reasoning={"effort": "low"}, chat_template_kwargs={"x": 1}
         )
     )
@@ -76,7 +76,7 @@ def test_what_the_template_gets_besides_is_kept() -> None:
     ],
 )
 def test_features_are_those_that_the_probes_prove(body: dict[str, Any], features: tuple[str, ...]) -> None:
-    assert asked(**body).features == ("responses", *features)
+    assert request_for(**body).features == ("responses", *features)
 
 
 def test_each_probe_has_its_feature_and_can_be_converted() -> None:
@@ -93,7 +93,7 @@ def test_malformed_bodies_are_left_to_the_engine(seed: int) -> None:
     rng = random.Random(seed)
     left = 0
     for _ in range(2_000):
-        request = asked(**malformed(rng, response(rng)))
+        request = request_for(**malformed(rng, response(rng)))
         assert request.features[0] == "responses"
         try:
             as_chat(request)
