@@ -44,7 +44,7 @@ LONGEST = ("LIST",)
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out, where compiled modules run uncompiled, the tests that run none of them."""
+    """Leave out the tests that run no compiled module, if those modules are to run uncompiled."""
     is_test = collection_path.match("test_*.py")
     return True if is_test and not wanted() and not reaches_compiled(collection_path) else None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Renderers that are no engines: which requests they make the tokens of, and what happens when they fail.
+"""Renderers, which run no model: the requests whose tokens they make, and their failures.
 
 Real HTTP servers answer as `vllm launch render` and engines do.
 """
@@ -258,7 +258,7 @@ async def test_a_restarted_renderer_with_another_template_is_noticed(monkeypatch
         assert (await stage.chat()).source == "render"
         stage.renderers[0].tokens = lambda body: tokens_of(body) if "prompt" in body else [5, *tokens_of(body)]
         await until(stage.tokenizing.renderer_problems)
-        # What it made before is forgotten.
+        # The tokens that it made before are forgotten.
         assert (await stage.chat()).reason == "unverified"
         assert (await stage.text("a text")).source == "render"
         stage.renderers[0].tokens = tokens_of

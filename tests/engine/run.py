@@ -26,7 +26,7 @@ from typing import IO
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / ".engine-site"
-# What `make lint` and `make test` install; its compiled modules are kept in build/cython.
+# The environment that `make lint` and `make test` install; its compiled modules are kept in build/cython.
 DEVELOPMENT = ROOT / ".venv"
 # The distributions of this project: the router, and the engine patch.
 PROJECTS = (ROOT, ROOT / "engine_patch")

@@ -55,7 +55,7 @@ STRICT_TEMPLATE = (
     "{{- raise_exception('system') }}{%- endif %}{%- endfor %}" + CHAT_TEMPLATE
 )
 QWEN = (ThinkingHistory(("<think>", "\n</think>")), ThinkingSwitch(("enable_thinking",)))
-# The template, SGLang's reasoning parser, and what we make of thinking then.
+# The template, SGLang's reasoning parser, and the forms that the router then gives to thinking.
 CASES = {
     "no parser": (CHAT_TEMPLATE, None, (DROPPED, NO_SWITCH)),
     "qwen3": (CHAT_TEMPLATE, "qwen3", QWEN),

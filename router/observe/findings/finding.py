@@ -125,10 +125,10 @@ FIXES = {
     "makes the unit smaller where the model allows it",
     "KV405": "start all engines of the model with the same chat template and flags; where the engine has a render "
     "endpoint, nothing else is needed; kvrouter serve --tokenizer MODEL=FOLDER must name the engine's own files",
-    "KV408": "kvrouter serve --tokenizer MODEL=FOLDER with the engine's own files, or --renderer MODEL=URL with a vllm launch "
-    "render of the engine's model and flags, or start the engine with its front end in Python (without "
+    "KV408": "kvrouter serve --tokenizer MODEL=FOLDER with the engine's own files, or --renderer MODEL=URL with a server "
+    "that vllm launch render starts with the engine's model and flags, or start the engine with its front end in Python (without "
     "VLLM_USE_RUST_FRONTEND) and --enable-scale-out",
-    "KV410": "start vllm launch render with the engines' model, version, chat template and flags, where the router reaches it; "
+    "KV410": "start vllm launch render with the engines' model, version, chat template and flags, where the router can reach it; "
     "if it wants an API key: --renderer MODEL=URL,key=NAME, with NAME of --worker-api-keys-file",
     "KV501": "start it, or correct --redis; what the server's log says: disk full, out of memory, or a replica that was "
     "promoted",

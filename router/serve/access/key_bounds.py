@@ -113,7 +113,7 @@ class KeyBounds(msgspec.Struct, frozen=True):
             return
         raise Forbidden(
             f"the API key {self.key} may not use every cache salt, and the cache_salt of this request is no text: send one "
-            "text, and each prompt of a list with another salt as a request of its own",
+            "text, and prompts with different salts as separate requests",
             code="salt_not_allowed",
         )
 

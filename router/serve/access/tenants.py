@@ -129,5 +129,6 @@ def check_keys(keys: Sequence[ApiKey], config: Config) -> None:
     is_read = config.gateway_port is not None or any(key.names_tenants for key in keys)
     if config.tenant_header is not None and not is_read:
         raise SettingError(
-            f"{where}: no key has `names_tenants: true`, so tenant_header would never be read: add this to the gateway's key"
+            "tenant_header would never be read, because no key has `names_tenants: true`: add this to the gateway's entry in "
+            "api_keys_file"
         )

@@ -51,7 +51,7 @@ class RenderQuirks(msgspec.Struct, frozen=True):
     # Whether the name of a called function stands before its arguments, as vLLM writes it for Responses; in its chats the
     # arguments come first. A template may write the whole call.
     name_first: bool = False
-    # What becomes of thinking in messages of Anthropic's API, if the engine takes it.
+    # The forms that the engine gives to thinking in messages of Anthropic's API, if it takes thinking.
     history: ThinkingHistory = DROPPED
     switch: ThinkingSwitch = NO_SWITCH
     # How engines of its kind read chats and messages.
