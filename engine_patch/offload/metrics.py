@@ -16,7 +16,7 @@ PEER_MISSES = {
     PeerMiss.GONE: "could not come because no engine answers there, or it ended during the transfer",
     PeerMiss.STALLED: "were not tried because an earlier transfer from there is overdue",
     PeerMiss.LAYOUT: "do not fit: it has another model, other weights, another block size or another division among ranks",
-    PeerMiss.SEED: "it names otherwise, with another hash seed",
+    PeerMiss.SEED: "it names differently, because its hash seed is another",
     PeerMiss.RESETS: "may be of other weights: one of the two engines was reset more often",
     PeerMiss.CHECKSUM: "arrived with other content, and were dropped",
     PeerMiss.BUSY: "were not tried because too many sources are in use",

@@ -52,7 +52,7 @@ class TierSettings(msgspec.Struct, frozen=True):
     # Where this engine lends its chunks to others; None: it neither lends nor fetches any.
     peer_port: int | None = None
     peer_host: str = DEFAULT_PEER_HOST
-    # How long a request waits for chunks of another engine, if it does not say it itself.
+    # How long a request waits for chunks of another engine, unless it names its own timeout.
     peer_timeout_s: float = DEFAULT_PEER_TIMEOUT_S
     peer_key_file: str | None = None
     peer_list_file: str | None = None

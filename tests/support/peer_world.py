@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines with peer tiers in one process: real books, links and lenders; messages, copies and time as the test wants."""
+"""Engines with peer tiers in one process: real tiers, links and lenders, while the test decides about messages, copies and time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checksum that a chunk carries from one engine to another: it covers the key and the content."""
+"""The checksum of a chunk that one engine fetches from another. It covers the key and the content."""
 
 from __future__ import annotations
 

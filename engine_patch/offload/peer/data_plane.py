@@ -38,7 +38,7 @@ class DataPlane(Protocol):
 
     @property
     def metadata(self) -> bytes:
-        """What another engine needs to reach this one's memory."""
+        """The data that another engine needs to reach this engine's memory."""
         ...
 
     def add_peer(self, metadata: bytes) -> str:
@@ -87,7 +87,7 @@ class NixlPlane:
 
     @property
     def metadata(self) -> bytes:
-        """What another engine needs to reach this one's memory."""
+        """The data that another engine needs to reach this engine's memory."""
         return self._metadata
 
     def add_peer(self, metadata: bytes) -> str:

@@ -33,7 +33,7 @@ from kvrouter.engine_patch.offload.peer.peer_wire import (
 
 # Readers that are remembered; the one that was silent longest is forgotten first, and says hello again.
 MAX_READERS = 1_024
-# A slot number that stands for none.
+# The number in place of a slot, for a chunk that is not lent.
 NO_SLOT = -1
 
 
@@ -61,7 +61,7 @@ class Lendable(Protocol):
 
     @property
     def num_resets(self) -> int:
-        """How often the tiers were reset."""
+        """The number of resets of the tiers."""
         ...
 
     def readable(self, keys: Sequence[OffloadKey]) -> list[bool]:
@@ -85,7 +85,7 @@ class LenderCounts:
     """Counts since the start, in chunks unless noted."""
 
     lent: int = 0
-    # Loans that ended without a word of their reader.
+    # Loans that expired before their reader ended them.
     expired_loans: int = 0
     # Messages that were not understood, or that belong to no reader.
     bad_messages: int = 0
@@ -100,7 +100,7 @@ class _Loan(NamedTuple):
 
 
 class Lender:
-    """The books of one source."""
+    """The readers of one source, and its loans to them."""
 
     def __init__(
         self,

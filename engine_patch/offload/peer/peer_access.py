@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engines may exchange chunks, and how their control sockets are encrypted.
+"""The engines that may exchange chunks, and the encryption of their control sockets.
 
-With CURVE, a file lists the public keys of all engines, each with its address: only they may read from this engine, and
-only they are read from. Without it, engines exchange chunks within one machine alone.
+With CURVE, a file lists the public keys of all engines, each with its address: only listed engines may read from this
+engine, and it reads only from listed addresses. Without CURVE, engines exchange chunks only within one machine.
 """
 
 from __future__ import annotations

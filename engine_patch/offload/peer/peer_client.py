@@ -31,7 +31,7 @@ IDLE_POLL_MS = 1_000
 IDLE_S = 300.0
 # A source costs a socket, and NIXL's connection. Further sources wait until a link is idle.
 MAX_LINKS = 128
-# An overdue job is ended so much after its deadline at most, because ZMQ counts whole milliseconds.
+# An overdue job ends at most this much after its deadline, because ZMQ counts whole milliseconds.
 MIN_WAIT_MS = 1
 WAKE = "inproc://wake"
 
@@ -114,7 +114,7 @@ class PeerClient:
         try:
             self._waker.send(b"", zmq.NOBLOCK)
         except zmq.Again:
-            # The thread has a thousand unread reasons to wake already.
+            # The queue is full of unread wake-ups, so the thread wakes anyway.
             return
 
     # The thread
@@ -178,7 +178,11 @@ class PeerClient:
 
     def _connect(self, source: PeerSource, poller: zmq.Poller, now_s: float) -> _Open | PeerMiss:
         if not self._access.may_read(source):
-            self._log.warning(f"peer {source}", "chunks may not be fetched from there", source=str(source))
+            self._log.warning(
+                f"peer {source}",
+                "chunks may be fetched only from listed peers, or without keys from this machine",
+                source=str(source),
+            )
             return PeerMiss.FORBIDDEN
         if len(self._links) >= MAX_LINKS:
             idle = [(opened.used_s, name) for name, opened in self._links.items() if opened.link.is_idle]
@@ -194,7 +198,9 @@ class PeerClient:
             socket.connect(f"tcp://{f'[{source.host}]' if ':' in source.host else source.host}:{source.port}")
         except zmq.ZMQError as error:
             socket.close()
-            self._log.warning(f"peer {source}", "no socket can be opened for it", source=str(source), error=str(error))
+            self._log.warning(
+                f"peer {source}", "no socket can be opened for a peer", source=str(source), error=str(error)
+            )
             return PeerMiss.GONE
 
         def send(message: ToSource) -> None:

@@ -39,7 +39,7 @@ PIECE_BYTES = 4 << 20
 MAX_PIECES = 4
 # The source keeps chunks this much longer than the reader wants them.
 LOAN_MARGIN_S = 1.0
-# How soon a source that did not answer, or refused, is tried again.
+# The pause before a source that did not answer, or refused, is tried again.
 RETRY_S = 5.0
 
 
@@ -334,7 +334,7 @@ class PeerLink:
             self.close()
 
     def _settle(self, pull: _Pull) -> None:
-        """End a pull of which nothing is left."""
+        """End a pull if nothing of it is left."""
         is_left = pull.queue or pull.num_pieces or not (pull.is_lent or pull.is_given_up)
         if not is_left and self._pulls.pop(pull.job.number, None) is not None and self._welcome is not None:
             self._send(Return(pull.job.number))

@@ -7,7 +7,7 @@ import enum
 
 
 class PeerMiss(enum.Enum):
-    """Why a chunk did not come from the source. The value stands in a metric's name and on the wire."""
+    """The reason why a chunk did not come from its source. The value stands in a metric's name and on the wire."""
 
     # The source does not hold the chunk, or evicted it in the meantime.
     ABSENT = "absent"

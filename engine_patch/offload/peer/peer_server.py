@@ -89,5 +89,5 @@ class PeerServer:
             else:
                 reply = self._lender.answer(frames[0], message, self._clock())
             if reply is not None:
-                # ROUTER drops what a reader that has gone, or does not read, would get.
+                # A ROUTER socket drops answers to a reader that has gone or does not read.
                 self._socket.send_multipart([frames[0], encode(reply)], zmq.NOBLOCK)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control messages between two engines: who holds what, and which slots may be read. The data goes through NIXL.
+"""The control messages between two engines, about chunks and the slots that may be read. The data goes through NIXL.
 
 A reader opens with `Hello`, and the source answers with `Welcome` or `Refused`. Then the reader sends `Probe` (which
 of these chunks do you hold?) and `Borrow` (keep these chunks until I have read them), and ends each loan with `Return`.
@@ -19,7 +19,7 @@ VERSION = 1
 MAX_KEYS = 16_384
 # A key has 68 bytes at most, so this holds MAX_KEYS of them.
 MAX_MESSAGE_BYTES = 2 << 20
-# The longest loan, for a reader that ends without a word.
+# The longest loan, for a reader that ends without a message.
 MAX_LOAN_S = 60.0
 
 
@@ -36,7 +36,7 @@ class Hello(msgspec.Struct, tag="hello", array_like=True):
 class Welcome(msgspec.Struct, tag="welcome", array_like=True):
     """The source's answer to a reader whose facts are its own."""
 
-    # What NIXL needs to reach the source's memory.
+    # The data that NIXL needs to reach the source's memory.
     metadata: bytes
     # The address of the first slot, and the distance from one to the next, in the source's memory.
     base: int

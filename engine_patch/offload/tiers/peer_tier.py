@@ -58,14 +58,14 @@ class PeerTier:
 
         Args:
             fetcher: Does the work.
-            timeout_s: How long requests wait that do not say it themselves.
+            timeout_s: How long requests wait that name no timeout.
             clock: Returns seconds.
         """
         # Chunks that arrived, and those that did not, by reason, since the start.
         self.pulled = 0
         self.misses: Counter[PeerMiss] = Counter()
         self._fetcher = fetcher
-        # How often this engine was reset, which its sources must have been, too.
+        # The number of resets of this engine, which must equal that of its sources.
         self._num_resets = 0
         self._timeout_s = timeout_s
         self._clock = clock

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one request knows about the chunks of its source."""
+"""The state of one request's chunks at its source."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PeerWish:
     # When the request waits no longer; None before the first look-up.
     deadline_s: float | None = None
     presence: dict[OffloadKey, Presence] = field(default_factory=dict)
-    # Chunks that the question at the end of the step is about.
+    # Chunks that the question at the end of this step will name.
     unqueried: list[OffloadKey] = field(default_factory=list)
     # Chunks that were fetched for the request.
     pulled: set[OffloadKey] = field(default_factory=set)

@@ -36,7 +36,7 @@ class LookupAnswer(Enum):
     # The chunk is being read; look it up again.
     SOON = 1
     YES = 2
-    # Nobody knows yet whether the chunk can be had; look it up again.
+    # It is not known yet whether the chunk can be fetched; look it up again.
     UNKNOWN = 3
 
 
@@ -382,7 +382,7 @@ class Tiering:
 
     @property
     def num_resets(self) -> int:
-        """How often the tiers were reset."""
+        """The number of resets of the tiers."""
         return self.counts.resets
 
     def readable(self, keys: Sequence[OffloadKey]) -> list[bool]:
