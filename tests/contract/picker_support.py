@@ -7,6 +7,7 @@ import asyncio
 import random
 import time
 
+from kvrouter.router.serve.access.tenants import Tenants
 from kvrouter.router.serve.gateway.picker import Picker
 from kvrouter.router.serve.gateway.process_stream import GatewayRequest, Route
 from kvrouter.router.serve.proxy.body_decoding import OUTCOMES, BodyDecoding
@@ -18,7 +19,7 @@ MAX_BODY_BYTES = 100_000
 class Door:
     """The picker of a proxy, on the proxy's loop."""
 
-    def __init__(self, router: ProxyServer) -> None:
+    def __init__(self, router: ProxyServer, tenants: Tenants | None = None) -> None:
         self._router = router
         self.picker = Picker(
             proxy=router.proxy,
@@ -30,14 +31,22 @@ class Door:
             models=router.core.models,
             fallbacks=0,
             translated=frozenset(),
-            tenants=lambda: None,
+            tenants=lambda: tenants,
             clock=time.monotonic,
             rng=random.Random(0),
         )
 
-    def pick(self, body: bytes, path: str = COMPLETIONS, *, may_go_on: bool = False, **headers: str) -> Route:
+    def pick(
+        self,
+        body: bytes,
+        path: str = COMPLETIONS,
+        *,
+        method: bytes = b"POST",
+        may_go_on: bool = False,
+        **headers: str,
+    ) -> Route:
         named = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-        lines = [(b":method", b"POST"), (b":path", path.encode()), *named]
+        lines = [(b":method", method), (b":path", path.encode()), *named]
         request = GatewayRequest(lines, body, None, may_go_on=may_go_on)
         return asyncio.run_coroutine_threadsafe(self.picker.pick(request), self._router.loop).result(WAIT_S)
 

@@ -14,13 +14,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrouter.router.base.common.errors import BadQuestion, SettingError
+from kvrouter.router.base.common.errors import BadQuestion, Forbidden, SettingError
 from kvrouter.router.route.tokens.client_body import ClientBody
 from kvrouter.router.route.tokens.proxied_paths import AUDIO, PATHS, WITHOUT_PROMPT
 from kvrouter.router.serve.access.key_bounds import KeyBounds
 from kvrouter.router.serve.access.salt_maker import SaltMaker
 from kvrouter.router.serve.access.tenants import Tenants
 from tests.contract.api_support import TinyCore, TinyTokens, ask_app, build, call, hit
+from tests.contract.picker_support import Door
 from tests.contract.proxy_support import ProxyServer, code, proxying, worker
 from tests.support.scripted_engine import ScriptedEngine, plain
 from tests.unit.test_access import access
@@ -340,3 +341,32 @@ def test_a_tenant_is_never_taken_from_a_header_of_two_values() -> None:
     assert tenants.bounds_of(tenants.keyless, [(b"x-tenant", b"a")]).caller == "tenant a"
     plain_bounds = KeyBounds("k", maker=tenants.maker)
     assert tenants.bounds_of(plain_bounds, [(b"x-tenant", b"a"), (b"x-tenant", b"b")]) is plain_bounds
+
+
+# Requests of gateways.
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers"),
+    [
+        # SGLang computes prompts for PUT, too.
+        (b"PUT", "/generate", {}),
+        (b"PUT", "/v1/rerank", {}),
+        (b"POST", "/invocations", {}),
+        (b"CONNECT", "/v1/realtime", {}),
+        (b"GET", "/v1/realtime", {"upgrade": "websocket"}),
+    ],
+)
+def test_a_gateway_gets_no_endpoint_for_a_prompt_without_a_salt(
+    method: bytes, path: str, headers: dict[str, str]
+) -> None:
+    tenants = Tenants(SaltMaker(SECRET.encode(), combines=False), "x-tenant")
+    body = json.dumps(TEXT).encode()
+    with serving("sglang") as (router, _):
+        with pytest.raises(Forbidden) as error:
+            Door(router, tenants).pick(body, path, method=method, x_tenant="anna", **headers)
+        assert error.value.code == "salt_not_allowed"
+        for harmless in (b"GET", b"HEAD", b"OPTIONS"):
+            assert Door(router, tenants).pick(b"", "/v1/models", method=harmless).body is None
+        # Without salts that the router makes, the engine decides.
+        assert Door(router).pick(body, path, method=method, **headers).body is None or path in PATHS

@@ -50,7 +50,10 @@ from kvrouter.router.serve.proxy.worker_addresses import Addresses
 # The number of workers that one error names, and of characters that it shows of a path.
 NAMES_SHOWN = 8
 SHOWN_CHARS = 80
-POST = b"POST"
+POST, UPGRADE = b"POST", b"upgrade"
+# The methods with which no engine computes a prompt, unless the connection becomes a WebSocket. SGLang computes prompts for
+# PUT, too: 0.5.23 srt/entrypoints/http_server.py (/generate, /v1/rerank).
+READING = frozenset({b"GET", b"HEAD", b"OPTIONS"})
 OTHER_PATH = "other"
 # The paths that gateways translate into each other.
 TRANSLATABLE = frozenset({CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH})
@@ -129,12 +132,12 @@ class Picker:
         if stored is not None and gateway_request.method.decode("latin-1") in STORED_PATHS[stored[0]]:
             return await self._route_stored(gateway_request, stored[0])
         if gateway_request.method != POST or gateway_request.path not in PATHS:
-            if tenants is not None and gateway_request.method == POST:
+            if tenants is not None and _may_compute(gateway_request):
                 self._metrics.requests(OTHER_PATH, "refused").inc()
                 raise Forbidden(
                     f"this router makes the cache salts, and reads no prompts at "
                     f"{printable(gateway_request.path[:SHOWN_CHARS])}, so tenants might share a cache there: send the "
-                    "request to a path that docs/reference/proxy.md lists",
+                    "request by POST to a path that docs/reference/proxy.md lists",
                     code="salt_not_allowed",
                 )
             return self._pass(gateway_request)
@@ -330,6 +333,11 @@ def translated_paths(paths: Iterable[str]) -> frozenset[str]:
             f"gateway_translated_paths has {unknown[0]!r}; name paths that gateways translate: {', '.join(sorted(TRANSLATABLE))}"
         )
     return frozenset(paths)
+
+
+def _may_compute(request: GatewayRequest) -> bool:
+    """Return whether an engine may compute a prompt for a request that the router does not know."""
+    return request.method not in READING or h.header(request.headers, UPGRADE) is not None
 
 
 def _removed(headers: h.Headers, given: h.Headers) -> tuple[bytes, ...]:
