@@ -79,22 +79,22 @@ demo: $(firstword $(wildcard $(VENV)/installed) $(VENV)/runtime)
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/kvrouter demo
 
 # A file's tests stay in one process, so that they share their router and their store. Tests wait for sockets,
-# timeouts and other processes for two thirds of their time, so there are more processes than cores.
+# timeouts and other processes for two thirds of their time, so there is a process more than there are cores.
 CORES = $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 PYTEST := $(BIN)/python -m pytest --ignore=tests/engine --maxprocesses 8 --dist loadfile
 FEW := KVROUTER_TEST_EXAMPLES=few $(PYTEST) -m "not slow"
 
 test: $(VENV)/installed
-	$(FEW) --numprocesses $$((2 * $(CORES))) $(ARGS)
+	$(FEW) --numprocesses $$(($(CORES) + 1)) $(ARGS)
 
 # The order is that of tests/conftest.py, because some files with few tests take the longest. These tests use whole
 # routers and make faults, so they get fewer processes.
 test-all: $(VENV)/installed
-	$(PYTEST) -m "slow or property" --numprocesses $$(($(CORES) + 1)) --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -m "slow or property" --numprocesses $(CORES) --no-loadscope-reorder $(ARGS)
 
 # Run modules as without a C compiler. tests/conftest.py leaves out tests that never run a compiled module.
 test-uncompiled: $(VENV)/installed
-	KVROUTER_TEST_UNCOMPILED=1 $(FEW) --numprocesses $$((2 * $(CORES))) $(ARGS)
+	KVROUTER_TEST_UNCOMPILED=1 $(FEW) --numprocesses $$(($(CORES) + 1)) $(ARGS)
 
 test-engine:
 	$(PYTHON) tests/engine/run.py $(ARGS)

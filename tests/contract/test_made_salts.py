@@ -106,6 +106,41 @@ def test_each_tenant_has_a_salt_of_its_own_on_every_path(settings: dict[str, Any
         assert named not in (anna, bert, acme) and salt(bearer("gateway", **{"x-tenant": "acme"})) == acme
 
 
+PICTURE = {"type": "image_url", "image_url": None, "uuid": "of-bert"}
+FOREIGN: dict[str, Any] = {
+    "blocks": {"kv_transfer_params": {"remote_block_ids": [1]}},
+    "blocks of SGLang": {"bootstrap_room": 7},
+    "hashes of media": {"features": {"mm_hashes": {"image": ["of-bert"]}}},
+    "blocks as an extension": {"sampling_params": {"extra_args": {"kv_transfer_params": {}}}},
+    "a long extension": {"vllm_xargs": {"x": "y" * 100_000}},
+    "a medium": {"messages": [{"role": "user", "content": [PICTURE]}]},
+    "a medium in a result": {
+        "messages": [{"role": "user", "content": [{"type": "tool_result", "content": [PICTURE]}]}]
+    },
+    "a medium of a part": {"content_parts": [PICTURE]},
+    "a medium in a response": {"input": [{"role": "user", "content": [PICTURE]}]},
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_tenant_names_no_content_of_another(settings: dict[str, Any], name: str) -> None:
+    with serving(**settings) as (router, engine):
+        body = TEXT | FOREIGN[name]
+        raw = json.dumps(body).replace('"uuid"', '"\\u0075uid"')
+        for sent in (body, raw.encode()):
+            assert router.failure("/v1/chat/completions", sent, bearer("anna"))[:2] == (403, "salt_not_allowed")
+        assert not engine.asked
+        assert router.post("/v1/chat/completions", body, bearer("operator"))[0] == 200
+
+
+def test_arguments_of_tools_may_have_any_field(settings: dict[str, Any]) -> None:
+    use = {"type": "tool_use", "id": "t", "name": "find", "input": {"uuid": "1"}}
+    call = {"type": "function", "id": "t", "function": {"name": "find", "arguments": '{"uuid": "1"}'}}
+    messages = [{"role": "assistant", "content": [use]}, {"role": "assistant", "tool_calls": [call]}]
+    with serving(**settings) as (router, _):
+        assert router.post("/v1/chat/completions", TEXT | {"messages": messages}, bearer("anna"))[0] == 200
+
+
 @pytest.mark.parametrize("path", sorted(WITHOUT_PROMPT))
 def test_paths_that_cache_nothing_get_no_salt(settings: dict[str, Any], path: str) -> None:
     with serving(**settings) as (router, engine):

@@ -51,7 +51,7 @@ from kvrouter.router.serve.proxy.worker_addresses import Addresses
 NAMES_SHOWN = 8
 SHOWN_CHARS = 80
 POST, UPGRADE = b"POST", b"upgrade"
-# The methods with which no engine computes a prompt, unless the connection becomes a WebSocket. SGLang computes prompts for
+# The methods with which no engine computes a prompt, unless the connection becomes a websocket. SGLang computes prompts for
 # PUT, too: 0.5.23 srt/entrypoints/http_server.py (/generate, /v1/rerank).
 READING = frozenset({b"GET", b"HEAD", b"OPTIONS"})
 OTHER_PATH = "other"

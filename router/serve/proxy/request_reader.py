@@ -41,6 +41,7 @@ from kvrouter.router.route.tokens.without_cache import engines_without_cache
 from kvrouter.router.serve.access.key_bounds import made_salt
 from kvrouter.router.serve.proxy.attempts import Attempts
 from kvrouter.router.serve.proxy.downstream import ClientRequest
+from kvrouter.router.serve.proxy.foreign_content import check_content
 from kvrouter.router.serve.proxy.form_body import read_form_model
 from kvrouter.router.serve.proxy.kv_transfer_params import is_received
 from kvrouter.router.serve.proxy.openai_body import OpenAIBody, openai_body, repeated_field, with_fields
@@ -145,6 +146,8 @@ class RequestReader:
                 client.bounds.check_other_salt(body.cache_salt)
             if is_given(client_body.fields, ADAPTER_FIELD):
                 client.bounds.check_other_adapter(ADAPTER_FIELD)
+            if client.bounds.salts_all and not client.bounds.is_operators:
+                await _in_thread(client.body, check_content, client_body.fields)
             if client.path not in WITHOUT_PROMPT:
                 salt = client.bounds.salted(body.salt)
                 if salt is not None and salt != body.salt:
