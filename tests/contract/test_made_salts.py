@@ -393,7 +393,7 @@ def test_a_tenant_is_never_taken_from_a_header_of_two_values() -> None:
     ],
 )
 def test_a_gateway_gets_no_endpoint_for_a_prompt_without_a_salt(
-    method: bytes, path: str, headers: dict[str, str]
+    method: bytes, path: str, headers: dict[str, Any]
 ) -> None:
     tenants = Tenants(SaltMaker(SECRET.encode(), combines=False), "x-tenant")
     body = json.dumps(TEXT).encode()
