@@ -204,6 +204,15 @@ def test_a_body_that_an_engine_may_read_in_another_way_is_refused(settings: dict
         assert json.loads(engine.asked[-1].body)["cache_salt"] == "x"
 
 
+def test_a_request_that_registers_names_one_tenant_too(tmp_path: Path) -> None:
+    keys = write_keys(tmp_path, joiner="scopes: [register], names_tenants: true")
+    app, _ = build(
+        TinyCore(), api_keys_file=keys, cache_salt_secret_file=write_secret(tmp_path), tenant_header="x-tenant"
+    )
+    answer = call(app, "POST", "/register", {}, headers=bearer("joiner", **{"x-tenant": "a", "X-Tenant": "b"}))
+    assert (answer.status, answer.json()["error"]["code"]) == (400, "repeated_header")
+
+
 def test_a_trusted_client_names_one_tenant_with_each_request(settings: dict[str, Any]) -> None:
     with serving(**settings) as (router, engine):
         for headers in ({}, {"x-tenant": ""}, {"x-tenant": " "}, {"x-tenant": "x" * 513}, {"x-tenant": "\xe4"}):

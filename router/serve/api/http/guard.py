@@ -111,8 +111,9 @@ class Guard:
                 f"the API key {holder.name} has the scope {_named(holder.scopes)}, and {method} {printable(path[:SHOWN_CHARS])} "
                 f"takes one with {_named(wanted)}: send another key, or add the scope in the router's api_keys_file"
             )
-        elif wanted == REGISTER and (refused := self._too_many(holder.name)) is not None:
-            outcome = LIMITED
+        elif wanted == REGISTER and refused is None:
+            refused = self._too_many(holder.name)
+            outcome = ADMITTED if refused is None else LIMITED
         self._access.count(holder.name, outcome)
         return refused
 
