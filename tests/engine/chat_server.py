@@ -31,6 +31,11 @@ STOP_TIMEOUT_S = 30.0
 NUM_BLOCKS = 400
 
 
+# The module of vLLM's server. Not `vllm serve`, because it looks up the version of a package that has another name in the
+# CPU build.
+SERVER = "vllm.entrypoints.openai.api_server"
+
+
 class ChatServer:
     """A server that starts on entry and stops on exit.
 
@@ -75,7 +80,7 @@ class ChatServer:
             "endpoint": f"tcp://*:{events}",
             "replay_endpoint": f"tcp://*:{replay}",
         }
-        self._python = python
+        self._python, self._module = python, SERVER
         self._arguments = [
             *("--model", str(model)),
             *("--served-model-name", name, "--host", "127.0.0.1", "--port", str(self.port)),
@@ -103,10 +108,10 @@ class ChatServer:
         return self
 
     def _start(self) -> Any:
-        if os.environ.get(PRELOAD_VARIABLE) == "1" and self._python == sys.executable:
+        is_own = (self._python, self._module) == (sys.executable, SERVER)
+        if is_own and os.environ.get(PRELOAD_VARIABLE) == "1":
             return ForkedServer(self._arguments, self._environment, self._log)
-        # Not `vllm serve`, because it looks up the version of a package that has another name in the CPU build.
-        command = [self._python, "-m", "vllm.entrypoints.openai.api_server", *self._arguments]
+        command = [self._python, "-m", self._module, *self._arguments]
         with self._log.open("wb") as log:
             return subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=self._environment

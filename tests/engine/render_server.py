@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from tests.engine.chat_server import ChatServer
@@ -22,9 +21,9 @@ class RenderServer(ChatServer):
             name: The name of the model.
         """
         super().__init__(folder, model, name=name)
-        self._command = [
-            # Not `vllm launch`, for the same reason that `ChatServer` does not use `vllm serve`.
-            *(sys.executable, "-m", "vllm.entrypoints.launchers.render.entry", "--model", str(model)),
+        self._module = "vllm.entrypoints.launchers.render.entry"
+        self._arguments = [
+            *("--model", str(model)),
             *("--served-model-name", name, "--host", "127.0.0.1", "--port", str(self.port)),
             *("--max-model-len", str(MAX_MODEL_LEN), "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
         ]

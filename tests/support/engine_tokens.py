@@ -63,7 +63,7 @@ async def tokenized(
                 await tokenizer.prompt(path, model, read_client_body(path, msgspec.json.encode(body)))
                 for path, body in queries
             ]
-            assert tokenizer.health() == []
+            assert tokenizer.health() == [], tokenizer.health()
             return prompts
         finally:
             await tokenizer.stop()

@@ -4,8 +4,8 @@
 A cache salt separates the blocks of clients' prompts, but not what a request names in another way: blocks at another
 engine, and media in the engine's cache of processed media, which has no salts. So these fields are refused for clients
 whose prompts must have salts of their own.
-Source: vLLM 0.33.0 renderers/chat_utils (uuid of a content part), renderers/base.py (_process_mm_uuids),
-v1/kv_offload/tiering/p2p; SGLang 0.5.23 managers/io_struct.py (bootstrap_host and the like).
+Source: vLLM 0.33.0, modules `renderers.chat_utils` (uuid of a content part), `renderers.base` (_process_mm_uuids) and
+`v1.kv_offload.tiering.p2p`; SGLang 0.5.23, module `managers.io_struct` (bootstrap_host and its like).
 """
 
 from __future__ import annotations
