@@ -9,7 +9,7 @@ from kvrouter.engine_patch.offload.peer.peer_miss import PeerMiss
 
 PREFIX = "vllm:kvrouter_offload_"
 
-# What happened to a chunk that did not come, by reason.
+# These texts say why a chunk did not come, by reason.
 PEER_MISSES = {
     PeerMiss.ABSENT: "it does not hold, or evicted meanwhile",
     PeerMiss.DEADLINE: "did not arrive in time",

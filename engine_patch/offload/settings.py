@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from kvrouter.engine_patch.offload.peer.peer_source import MAX_PORT
+
 DEFAULT_POLICY = "lru"
 DEFAULT_DISK_THREADS = 4
 MAX_DISK_THREADS = 64
@@ -19,7 +21,6 @@ DEFAULT_PEER_TIMEOUT_S = 1.0
 # A shorter wait would end before the answer of a source that is busy with a step of its own.
 MIN_PEER_TIMEOUT_S = 0.05
 MAX_PEER_TIMEOUT_S = 60.0
-MAX_PORT = 65_535
 PEER_OPTIONS = ("peer_host", "peer_timeout_s", "peer_key_file", "peer_list_file")
 
 # Keys that vLLM's own connector reads (0.33 offloading/config.py, offloading/scheduler.py, v1/kv_offload/base.py).

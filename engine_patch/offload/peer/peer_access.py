@@ -45,35 +45,34 @@ class PeerAccess:
         self.clients = None if list_file is None else ClientList(list_file)
         self._list_file = None if list_file is None else Path(list_file)
 
-    def may_read(self, source: PeerSource) -> bool:
-        """Return whether chunks may be fetched from an address."""
-        return is_local(source.host) if self._list_file is None else self._public_key(source) is not None
-
     def protect_server(self, socket: zmq.Socket[bytes]) -> None:
         """Set the keys on the socket that lends, before it binds."""
         if self.secret is not None:
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
 
-    def protect_client(self, socket: zmq.Socket[bytes], source: PeerSource) -> None:
-        """Set the keys on a socket that reads, before it connects; `may_read` must be true."""
-        if self._list_file is not None:
-            public_key = self._public_key(source)
-            assert public_key is not None
-            CurveClient(public_key, self.secret).apply(socket)
+    def protect_client(self, socket: zmq.Socket[bytes], source: PeerSource) -> bool:
+        """Set the keys on a socket that reads, and return whether it may connect to that address."""
+        if self._list_file is None:
+            return is_local(source.host)
+        public_key = _public_key(self._list_file, source)
+        if public_key is None:
+            return False
+        CurveClient(public_key, self.secret).apply(socket)
+        return True
 
-    def _public_key(self, source: PeerSource) -> str | None:
-        """Return the public key that the list has for an address; the file may have changed since the last call."""
-        assert self._list_file is not None
-        try:
-            lines = self._list_file.read_text(encoding="ascii").splitlines()
-        except (OSError, UnicodeDecodeError):
-            return None
-        for line in lines:
-            words = line.split()
-            if len(words) > 1 and words[1] == str(source) and KEY.fullmatch(words[0].encode()):
-                return words[0]
+
+def _public_key(list_file: Path, source: PeerSource) -> str | None:
+    """Return the public key that the list has for an address, or None; the file may have changed since it was read."""
+    try:
+        lines = list_file.read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeDecodeError):
         return None
+    for line in lines:
+        words = line.split()
+        if len(words) > 1 and words[1] == str(source) and KEY.fullmatch(words[0].encode()):
+            return words[0]
+    return None
 
 
 def is_local(host: str) -> bool:

@@ -177,31 +177,31 @@ class PeerClient:
             self._outcomes.extend(Pulled(key, slot, miss) for key, slot in zip(work.keys, work.slots, strict=True))
 
     def _connect(self, source: PeerSource, poller: zmq.Poller, now_s: float) -> _Open | PeerMiss:
-        if not self._access.may_read(source):
-            self._log.warning(
-                f"peer {source}",
-                "chunks may be fetched only from listed peers, or without keys from this machine",
-                source=str(source),
-            )
-            return PeerMiss.FORBIDDEN
-        if len(self._links) >= MAX_LINKS:
-            idle = [(opened.used_s, name) for name, opened in self._links.items() if opened.link.is_idle]
-            if not idle:
-                return PeerMiss.BUSY
-            self._close(min(idle)[1], poller)
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.IPV6, 1)
+        miss: PeerMiss | None = None
         try:
-            self._access.protect_client(socket, source)
-            socket.connect(f"tcp://{f'[{source.host}]' if ':' in source.host else source.host}:{source.port}")
+            if not self._access.protect_client(socket, source):
+                miss = PeerMiss.FORBIDDEN
+                self._log.warning(
+                    f"peer {source}",
+                    "chunks may be fetched only from listed peers, or without keys from this machine",
+                    source=str(source),
+                )
+            elif not self._has_room(poller):
+                miss = PeerMiss.BUSY
+            else:
+                socket.connect(source.endpoint)
         except zmq.ZMQError as error:
-            socket.close()
+            miss = PeerMiss.GONE
             self._log.warning(
                 f"peer {source}", "no socket can be opened for a peer", source=str(source), error=str(error)
             )
-            return PeerMiss.GONE
+        if miss is not None:
+            socket.close()
+            return miss
 
         def send(message: ToSource) -> None:
             try:
@@ -215,6 +215,15 @@ class PeerClient:
         opened.used_s = now_s
         poller.register(socket, zmq.POLLIN)
         return opened
+
+    def _has_room(self, poller: zmq.Poller) -> bool:
+        """Return whether one more link can be opened; the link that has been idle longest makes room if need be."""
+        if len(self._links) < MAX_LINKS:
+            return True
+        idle = [(opened.used_s, name) for name, opened in self._links.items() if opened.link.is_idle]
+        if idle:
+            self._close(min(idle)[1], poller)
+        return bool(idle)
 
     def _receive(self, source: PeerSource, opened: _Open, now_s: float) -> None:
         while True:

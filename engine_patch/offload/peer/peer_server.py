@@ -12,6 +12,7 @@ import zmq
 from kvrouter.engine_patch.offload.peer.lender import Lender
 from kvrouter.engine_patch.offload.peer.peer_access import PeerAccess
 from kvrouter.engine_patch.offload.peer.peer_miss import PeerMiss
+from kvrouter.engine_patch.offload.peer.peer_source import PeerSource
 from kvrouter.engine_patch.offload.peer.peer_wire import MAX_MESSAGE_BYTES, Refused, ToReader, encode, read_by_source
 from kvrouter.engine_patch.setup.client_gate import ClientGate
 from kvrouter.engine_patch.setup.throttled_log import ThrottledLog
@@ -42,7 +43,7 @@ class PeerServer:
         self._socket.setsockopt(zmq.IPV6, 1)
         try:
             access.protect_server(self._socket)
-            self._socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
+            self._socket.bind(PeerSource(host, port).endpoint)
         except zmq.ZMQError:
             self._socket.close()
             self._context.term()

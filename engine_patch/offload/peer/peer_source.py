@@ -24,6 +24,11 @@ class PeerSource(NamedTuple):
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 
+    @property
+    def endpoint(self) -> str:
+        """The address in the form of ZMQ."""
+        return f"tcp://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
 
 class SourceWish(NamedTuple):
     """A request's wish to fetch its missing chunks."""

@@ -55,7 +55,7 @@ class UnknownPrompts:
     def __init__(self, clock: Callable[[], float]) -> None:
         # Returns seconds.
         self._clock = clock
-        # By model: when each text came, and the reason if its tokens were not found.
+        # For each model, the times at which texts came, each with the reason if its tokens were not found.
         self._reasons: dict[str, deque[tuple[float, Reason | None]]] = {}
         self._problems: dict[tuple[str, Reason], str] = {}
 

@@ -97,7 +97,7 @@ class Renderers:
         self._changed = changed
         self._metrics = metrics
         self._clock = clock
-        # By model, renderer's URL and engine's URL.
+        # The keys are a model, a renderer's URL and an engine's URL.
         self._comparisons: dict[tuple[str, str, str], _Comparison] = {}
         # The models with a renderer.
         self.models: Collection[str] = self._renderers.keys()

@@ -13,15 +13,12 @@ import json
 from typing import Any
 
 from kvrouter.router.model.engines.reading import Reading
+from kvrouter.router.route.tokens.anthropic_messages import BILLING
 from kvrouter.router.route.tokens.engine.wire import RenderQuirks, drops_tools, with_reasoning
 from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
 from kvrouter.router.route.tokens.token_request import TokenRequest
 
 ROLES = frozenset({"system", "user", "assistant", "tool", "developer"})
-# The start of a line that vLLM removes from system messages. Source: renderers/chat_utils.py,
-# _strip_claude_code_billing_header.
-BILLING_LINE = "x-anthropic-billing-header"
-
 TOOL_KEYS = frozenset({"type", "function"})
 FUNCTION_KEYS = ("name", "description", "parameters", "strict")
 
@@ -47,7 +44,7 @@ def _message(message: dict[str, Any], quirks: RenderQuirks) -> dict[str, Any]:
     if not isinstance(role, str) or role not in ROLES:
         raise _left(f"the role {role!r}")
     content = _content(message.get("content"), reading, as_parts=quirks.content_parts and role != "tool")
-    if role == "system" and reading.drops_attribution and BILLING_LINE in str(content):
+    if role == "system" and reading.drops_attribution and BILLING in str(content):
         raise _left("a billing line in a system message")
     rendered: dict[str, Any] = {"role": role, "content": content}
     if role == "assistant":
