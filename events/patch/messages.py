@@ -147,6 +147,20 @@ class HashExample(msgspec.Struct, frozen=True):
     block_hash: int
 
 
+class PeerAddress(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where an engine lends the chunks of its CPU tier to other engines."""
+
+    # A wildcard stands for the host at which the reader reaches the engine.
+    host: str
+    port: int
+    # Two engines exchange chunks if both values are equal: a digest of model, layout and hash seed, in hex, and how often
+    # the engine's caches were reset.
+    exchange: str
+    resets: int = 0
+    # Bytes of all groups' KV cache for one token; 0 if that is not known.
+    token_bytes: int = 0
+
+
 class DeclaredCatalog(msgspec.Struct, frozen=True, omit_defaults=True):
     """All facts that a reader needs to predict hits, read from the running engine. None: absent or not readable."""
 
@@ -187,6 +201,8 @@ class DeclaredCatalog(msgspec.Struct, frozen=True, omit_defaults=True):
     offload_partial_hits: bool | None = None
     # The engine whose hash scheme and hit rule hold: "vllm", "sglang", or another name that readers may not know.
     engine: str = "vllm"
+    # None if the engine lends no chunks.
+    peer: PeerAddress | None = None
 
 
 class CatalogMessage(msgspec.Struct, frozen=True, tag="catalog", omit_defaults=True):

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrouter.events.patch.messages import PeerAddress
 from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
 from kvrouter.events.vllm.stream_items import Batch, Connected, Restarted, fingerprint
 from kvrouter.router.base.common.ids import WorkerKey
@@ -176,6 +177,10 @@ class VirtualFleet:
     def hash_block_size(self, model: str) -> int:
         """Return the tokens that one hash covers."""
         return self._geometry.hash_block_size
+
+    def peer(self, worker: WorkerKey) -> PeerAddress | None:
+        """Return None: no engine of this fleet lends blocks."""
+        return None
 
     def resume_rule(self, worker: WorkerKey) -> ResumeRule | None:
         """Return the rule for where the worker can resume a prompt; None if its catalog does not say."""

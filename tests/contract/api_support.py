@@ -21,6 +21,7 @@ from uvicorn.server import ServerState
 
 from kvrouter.contract.hits import GroupCover
 from kvrouter.contract.worker_status import Recovery, TokensStatus, WorkerStatus
+from kvrouter.events.patch.messages import PeerAddress
 from kvrouter.router.base.common.errors import UnknownModel
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
@@ -179,6 +180,10 @@ class TinyCore:
         if model not in self.models():
             raise UnknownModel(f"no worker serves {model!r}")
         return HASH_BLOCK_SIZE
+
+    def peer(self, worker: WorkerKey) -> PeerAddress | None:
+        """Return None: no engine of this fleet lends blocks."""
+        return None
 
     def resume_rule(self, worker: WorkerKey) -> ResumeRule | None:
         return ResumeRule(HASH_BLOCK_SIZE, None)

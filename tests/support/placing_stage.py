@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvrouter.contract.tiers import all_on_gpu
+from kvrouter.events.patch.messages import PeerAddress
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.index.matching.cache_writes import CacheWrites, ModelWrites
@@ -59,6 +60,10 @@ class Fleet:
 
     def hash_block_size(self, model: str) -> int:
         return 16
+
+    def peer(self, worker: WorkerKey) -> PeerAddress | None:
+        """Return None: no engine of this fleet lends blocks."""
+        return None
 
     def resume_rule(self, worker: WorkerKey) -> ResumeRule | None:
         return self.rule

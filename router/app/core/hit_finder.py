@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from kvrouter.contract.tiers import all_on_gpu
+from kvrouter.events.patch.messages import PeerAddress
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.follow.fleet.worker_registry import WorkerRegistry
 from kvrouter.router.follow.streams.worker_stream import WorkerStream
@@ -230,6 +231,11 @@ class HitFinder:
         """Return the worker's URL; None if it has none or is not registered."""
         stream = self._registry.streams.get(worker)
         return None if stream is None else stream.registration.url
+
+    def peer(self, worker: WorkerKey) -> PeerAddress | None:
+        """Return where the worker's engine lends blocks, or None if it lends none; the host is never a wildcard."""
+        stream = self._registry.streams.get(worker)
+        return None if stream is None else stream.view.peer
 
     def workers(self) -> Iterable[WorkerKey]:
         """Return all workers that are followed here."""

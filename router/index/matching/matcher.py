@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvrouter.contract.hits import GroupCover, HeldRuns
 from kvrouter.contract.tiers import all_on_gpu
+from kvrouter.events.patch.messages import PeerAddress
 from kvrouter.router.base.common.ids import Place, WorkerKey
 from kvrouter.router.index.matching.held_runs import held_runs
 from kvrouter.router.index.matching.judge import Judge
@@ -47,6 +48,8 @@ class WorkerView(msgspec.Struct, frozen=True, eq=False):
     approximate: bool = False
     # The number of its engine's life, as far as `EngineLives` distinguishes them.
     life: int = 0
+    # Where its engine lends blocks of its CPU tier; None if it lends none.
+    peer: PeerAddress | None = None
 
 
 class HashPlan(msgspec.Struct, frozen=True, eq=False):

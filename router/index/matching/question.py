@@ -13,6 +13,7 @@ from kvrouter.contract.hits import GroupCover, HeldRuns, HitLimit
 from kvrouter.router.base.common.errors import UnknownWorker
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.index.matching.pull import Pull
 from kvrouter.router.model.kvcache.block_hash import HashSpace
 from kvrouter.router.model.kvcache.catalog import GroupRule
 from kvrouter.router.model.kvcache.multimodal import Items
@@ -147,6 +148,9 @@ class Hit(msgspec.Struct, frozen=True, array_like=True, gc=False):
     held: tuple[HeldRuns, ...] = ()
     # The hit of a list's last prompt in tokens, over all tiers; None for one prompt, or if it is not known.
     last_tokens: int | None = None
+    # The sources from which the worker may fetch blocks, the one with the most tokens first. What they add is no part of
+    # `by_tier`: a source may evict a block before it is fetched.
+    pulls: tuple[Pull, ...] = ()
 
     @property
     def on_gpu(self) -> int:

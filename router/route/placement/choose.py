@@ -19,6 +19,7 @@ from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.question import Hit
 from kvrouter.router.route.placement.cost import Candidate, ChoiceContext, Costs, weigh
 from kvrouter.router.route.placement.expected_reuse import ExpectedReuse
+from kvrouter.router.route.placement.planned_pull import PlannedPull
 from kvrouter.router.route.placement.policies import KV, LEAST_COST, PolicyInput
 
 # The reasons why the chosen worker reuses less of the prompt than the best one would.
@@ -86,6 +87,8 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     alone_tokens: int = 0
     # The reuse that prompts ahead of this one add to the hit, or None if nothing is known about them.
     expected: ExpectedReuse | None = None
+    # The blocks that the chosen worker is to fetch from another one before it computes, or None.
+    pull: PlannedPull | None = None
 
     @property
     def expected_tokens(self) -> int:

@@ -15,6 +15,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from kvrouter.events.patch.messages import PeerAddress
 from kvrouter.router.base.common.errors import RouterError
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.cache_writes import ModelWrites
@@ -71,6 +72,10 @@ class HitSource(Protocol):
 
     def url(self, worker: WorkerKey) -> str | None:
         """Return the URL of a worker's engine, or None if it has none or is not registered."""
+        ...
+
+    def peer(self, worker: WorkerKey) -> PeerAddress | None:
+        """Return where a worker's engine lends blocks, or None if it lends none; the host is never a wildcard."""
         ...
 
     def sent(self, question: Question, worker: WorkerKey) -> None:
