@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # mypy sees a namespace package only through real files: the strict mode links each one.
 STRICT := --config-settings editable_mode=strict
 
-.PHONY: help demo test test-all test-uncompiled test-engine fuzz sanitize chaos takeover soak live-proof choice-live agents-proof floods fault-walk salt-attack salt-timing lint format chart-readme http-page bench bench-peers docs audit lock sbom image-check release-check clean
+.PHONY: help demo test test-all test-uncompiled test-cuda test-engine fuzz sanitize chaos takeover soak live-proof choice-live agents-proof floods fault-walk salt-attack salt-timing lint format chart-readme http-page bench bench-peers docs audit lock sbom image-check release-check clean
 
 help:
 	@echo "make demo         install into .venv, without a C compiler, and watch the router predict what four replicas reuse"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-all     the rest: whole routers, faults, fuzzing, containers, the demo, all examples of the properties"
 	@echo "make test-uncompiled  the tests of make test that can run a compiled module, with the modules uncompiled"
 	@echo "make test-engine  the same claims against a real vLLM (its CPU build, 3 GB, cached)"
+	@echo "make test-cuda    its part for the engine patch and the offload tiers on a CUDA device, with PYTHON=an environment that has vLLM"
 	@echo "make fuzz         a million inputs against the decoders and what follows, ten million heads and answers, and the HTTP API's description"
 	@echo "make sanitize     the compiled modules under gcc's address and undefined-behaviour sanitizers (part of make fuzz)"
 	@echo "make chaos        random schedules of faults: the index is right, or says that it is not (minutes; make test has a short part)"
@@ -95,6 +96,10 @@ test-all: $(VENV)/installed
 # Run modules as without a C compiler. tests/conftest.py leaves out tests that never run a compiled module.
 test-uncompiled: $(VENV)/installed
 	KVROUTER_TEST_UNCOMPILED=1 $(FEW) --numprocesses $$(($(CORES) + 1)) $(ARGS)
+
+# PYTHON names an interpreter with torch and vLLM for CUDA. Where there is no CUDA device, one line says so.
+test-cuda:
+	$(PYTHON) tests/engine/run_cuda.py $(ARGS)
 
 test-engine:
 	$(PYTHON) tests/engine/run.py $(ARGS)

@@ -18,6 +18,7 @@ from benchmarks.offload_copy import SEED, SPREAD, gigabytes_per_s
 from benchmarks.offload_speeds import Line, line, run_copies
 
 if TYPE_CHECKING:
+    from kvrouter.engine_patch.offload.memory.device_transfers import DeviceCopy
     from kvrouter.engine_patch.offload.memory.slot_layout import Plan
 
 # From the block of one layer in a small model to the whole block of a large model whose layers are packed.
@@ -46,10 +47,12 @@ def measure(page_bytes: int, blocks_per_chunk: int, size: int, rounds: int) -> l
     for region in regions:
         slots = region.rank_tensor()
         slots.fill_(1)
-        copiers.append(CudaCopier(caches, SlotLayout(caches.page_bytes, blocks_per_chunk, region.rank_bytes), slots))
+        is_pinned = region is regions[0]
+        if is_pinned and not region.pin():
+            raise SystemExit("the CUDA driver does not pin this much memory")
+        layout = SlotLayout(caches.page_bytes, blocks_per_chunk, region.rank_bytes)
+        copiers.append(CudaCopier(caches, layout, slots, is_pinned=is_pinned))
     pinned, pageable = copiers
-    if not regions[0].pin():
-        raise SystemExit("the CUDA driver does not pin this much memory")
     near = torch.ones(size, dtype=torch.int8, device="cuda")
     far = torch.ones(size, dtype=torch.int8, pin_memory=True)
     rng = np.random.default_rng(SEED)
@@ -58,6 +61,9 @@ def measure(page_bytes: int, blocks_per_chunk: int, size: int, rounds: int) -> l
         chosen = rng.permutation(num_slots)[: blocks // blocks_per_chunk]
         return (GroupPart(0, rng.permutation(num_blocks)[:blocks], 0, chosen),)
 
+    def whole(begin: Callable[[Plan], DeviceCopy], plan: Plan) -> None:
+        begin(plan).wait()
+
     def one_piece(target: Any, source: Any) -> None:
         target.copy_(source, non_blocking=True)
         torch.cuda.synchronize()
@@ -65,12 +71,12 @@ def measure(page_bytes: int, blocks_per_chunk: int, size: int, rounds: int) -> l
     speeds: dict[str, list[float]] = {}
     for turn in range(rounds + 1):
         sides: dict[str, Callable[[], object]] = {
-            "store": partial(pinned.store, plan(), pinned.fence()),
+            "store": partial(whole, pinned.begin_store, plan()),
             "store, one piece": partial(one_piece, far, near),
-            "store, pageable": partial(pageable.store, plan(), pageable.fence()),
-            "load": partial(pinned.load, plan(), pinned.fence()),
+            "store, pageable": partial(whole, pageable.begin_store, plan()),
+            "load": partial(whole, pinned.begin_load, plan()),
             "load, one piece": partial(one_piece, near, far),
-            "load, pageable": partial(pageable.load, plan(), pageable.fence()),
+            "load, pageable": partial(whole, pageable.begin_load, plan()),
         }
         torch.cuda.synchronize()
         for name, copy in sides.items():

@@ -38,7 +38,7 @@ from kvrouter.engine_patch.offload.tiers.cpu_tier import CpuTier
 from kvrouter.engine_patch.offload.tiers.peer_tier import PeerTier
 from kvrouter.engine_patch.offload.tiers.policy import make_policy
 from kvrouter.engine_patch.offload.tiers.tiering import Tiering
-from kvrouter.engine_patch.offload.worker import HybridOffloadingWorker, make_copier
+from kvrouter.engine_patch.offload.worker import HybridOffloadingWorker, make_transfers
 
 log = logging.getLogger("vllm.kvrouter.offload")
 
@@ -125,9 +125,8 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
             caches = from_vllm(kv_caches)
             layout = SlotLayout(caches.page_bytes, self.blocks_per_chunk, self._rank_bytes)
             region = self._region(self.config.parallel.rank)
-            region.pin()
-            copier = make_copier(caches, layout, region.rank_tensor())
-            self._worker = HybridOffloadingWorker(copier, self.blocks_per_chunk, region)
+            transfers = make_transfers(caches, layout, region)
+            self._worker = HybridOffloadingWorker(transfers, self.blocks_per_chunk, region)
         return self._worker
 
     def _release(self) -> None:

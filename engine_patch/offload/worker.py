@@ -6,32 +6,32 @@ Source: vLLM 0.32 and 0.33 v1/kv_offload/base.py OffloadingWorker, offloading/wo
 
 from __future__ import annotations
 
-from typing import Any
-
 from vllm.v1.kv_offload import base
 
 from kvrouter.engine_patch.offload.memory.canonical import CanonicalCaches
-from kvrouter.engine_patch.offload.memory.copier import Copier, CpuCopier
+from kvrouter.engine_patch.offload.memory.copier import CpuCopier
+from kvrouter.engine_patch.offload.memory.device_transfers import DeviceTransfers
 from kvrouter.engine_patch.offload.memory.region import Region
 from kvrouter.engine_patch.offload.memory.slot_layout import Plan, SlotLayout, make_plan
 from kvrouter.engine_patch.offload.memory.transfers import Transfers
 from kvrouter.engine_patch.offload.slots import SlotsSpec
 
 
-def make_copier(caches: CanonicalCaches, layout: SlotLayout, slots: Any) -> Copier:
-    """Return the copier for the device that holds the caches; `slots` is the result of `Region.rank_tensor`."""
+def make_transfers(caches: CanonicalCaches, layout: SlotLayout, region: Region) -> Transfers | DeviceTransfers:
+    """Return the copies of the device that holds the caches; pins the region for a CUDA device."""
     if any(page.tensor.is_cuda for page in caches.tensors):
         from kvrouter.engine_patch.offload.memory.cuda_copier import CudaCopier
 
-        return CudaCopier(caches, layout, slots)
-    return CpuCopier(caches, layout, slots)
+        is_pinned = region.pin()
+        return DeviceTransfers(CudaCopier(caches, layout, region.rank_tensor(), is_pinned=is_pinned))
+    return Transfers(CpuCopier(caches, layout, region.rank_tensor()))
 
 
 class HybridOffloadingWorker(base.OffloadingWorker):  # type: ignore[misc]
-    """One rank's side of the tiers, called in the worker's thread; other threads make the copies."""
+    """One rank's side of the tiers, called in the worker's thread, which never makes a copy itself."""
 
-    def __init__(self, copier: Copier, blocks_per_chunk: int, region: Region) -> None:
-        self._transfers = Transfers(copier)
+    def __init__(self, transfers: Transfers | DeviceTransfers, blocks_per_chunk: int, region: Region) -> None:
+        self._transfers = transfers
         self._blocks_per_chunk = blocks_per_chunk
         self._region = region
 

@@ -18,7 +18,8 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.engine
 
 from kvrouter.engine_patch.offload.memory import copier as copier_module  # noqa: E402
-from kvrouter.engine_patch.offload.memory.copier import Copier, CpuCopier  # noqa: E402
+from kvrouter.engine_patch.offload.memory.copier import CpuCopier  # noqa: E402
+from kvrouter.engine_patch.offload.memory.device_transfers import DeviceCopy  # noqa: E402
 from kvrouter.engine_patch.offload.memory.region import Region  # noqa: E402
 from kvrouter.engine_patch.offload.memory.slot_layout import GroupPart, Plan, SlotLayout, num_chunks  # noqa: E402
 from tests.engine.offload_layouts import LAYOUTS, NUM_BLOCKS, Layout  # noqa: E402
@@ -49,11 +50,11 @@ class Cache:
         self.slot_layout = SlotLayout(self.caches.page_bytes, blocks_per_chunk, region.rank_bytes)
         if device == "cuda":
             assert region.pin()
-        self.copier: Copier
+        self.copier: Any
         if self.device == "cuda":
             from kvrouter.engine_patch.offload.memory.cuda_copier import CudaCopier
 
-            self.copier = CudaCopier(self.caches, self.slot_layout, self.slots)
+            self.copier = CudaCopier(self.caches, self.slot_layout, self.slots, is_pinned=device == "cuda")
         else:
             self.copier = CpuCopier(self.caches, self.slot_layout, self.slots)
         generator = torch.Generator().manual_seed(seed + 1)
@@ -64,10 +65,17 @@ class Cache:
         return [storage.to(self.device) for storage in self.layout.raw(seed)]
 
     def store(self, plan: Plan) -> int:
-        return self.copier.store(plan, self.copier.fence())
+        return int(self.copier.store(plan)) if self.device == "cpu" else ended(self.copier.begin_store(plan))
 
     def load(self, plan: Plan) -> int:
-        return self.copier.load(plan, self.copier.fence())
+        return int(self.copier.load(plan)) if self.device == "cpu" else ended(self.copier.begin_load(plan))
+
+
+def ended(copy: DeviceCopy) -> int:
+    """Wait for a copy, and return its bytes."""
+    copy.wait()
+    assert copy.is_done() and copy.seconds() >= 0
+    return copy.num_bytes
 
 
 @contextmanager
@@ -259,9 +267,9 @@ def test_a_copy_waits_for_earlier_work_of_the_device_and_for_no_later_work(devic
         cache.raw[0].fill_(1)
         keep_busy()
         cache.raw[0].fill_(2)
-        fence = cache.copier.fence()
+        copy = cache.copier.begin_store(plan)
         after = keep_busy()
-        cache.copier.store(plan, fence)
+        copy.wait()
         assert not after.query(), "the copy waited for what came after it"
         assert bool((cache.slots[:NUM_BLOCKS, :held] == 2).all())
 

@@ -42,29 +42,23 @@ class Gate:
     `done` lists the finished copies, in order.
     """
 
-    def __init__(self, lanes: int = 1) -> None:
-        self.lanes = lanes
-        self.done: list[tuple[str, int, Any]] = []
-        self.fences = 0
+    def __init__(self) -> None:
+        self.done: list[tuple[str, int]] = []
         self.failing: set[int] = set()
         self.begun = threading.Semaphore(0)
         self.allowed = threading.Semaphore(0)
 
-    def fence(self) -> int:
-        self.fences += 1
-        return self.fences
+    def store(self, plan: Plan) -> int:
+        return self._copy("store", plan)
 
-    def store(self, plan: Plan, fence: Any) -> int:
-        return self._copy("store", plan, fence)
+    def load(self, plan: Plan) -> int:
+        return self._copy("load", plan)
 
-    def load(self, plan: Plan, fence: Any) -> int:
-        return self._copy("load", plan, fence)
-
-    def _copy(self, what: str, plan: Plan, fence: Any) -> int:
+    def _copy(self, what: str, plan: Plan) -> int:
         number = int(plan[0].block_ids[0])
         self.begun.release()
         assert self.allowed.acquire(timeout=PATIENCE_S)
-        self.done.append((what, number, fence))
+        self.done.append((what, number))
         if number in self.failing:
             raise RuntimeError(f"copy {number}")
         return 10 * number
@@ -113,16 +107,6 @@ def test_a_submission_returns_while_the_copy_waits(start: Start) -> None:
     assert transfers.finished() == []
 
 
-def test_each_copy_waits_for_what_was_computed_when_it_was_submitted(start: Start) -> None:
-    gate = Gate()
-    gate.let(3)
-    transfers = start(gate)
-    for job in (1, 2, 3):
-        transfers.submit_store(job, plan(job))
-    transfers.wait([1, 2, 3])
-    assert gate.done == [("store", 1, 1), ("store", 2, 2), ("store", 3, 3)]
-
-
 def test_loads_come_before_stores_and_what_is_awaited_before_both(start: Start) -> None:
     gate = Gate()
     transfers = start(gate)
@@ -142,7 +126,7 @@ def test_loads_come_before_stores_and_what_is_awaited_before_both(start: Start) 
     assert not waiting.is_alive()
     gate.let(100)
     transfers.wait(range(6))
-    assert [(what, number) for what, number, _ in gate.done] == [
+    assert gate.done == [
         ("store", 0),
         ("load", 4),
         ("store", 3),
@@ -150,18 +134,6 @@ def test_loads_come_before_stores_and_what_is_awaited_before_both(start: Start) 
         ("store", 1),
         ("store", 2),
     ]
-
-
-def test_with_two_lanes_a_load_does_not_wait_for_a_store(start: Start) -> None:
-    gate = Gate(lanes=2)
-    transfers = start(gate)
-    transfers.submit_store(1, plan(1))
-    transfers.submit_load(2, plan(2))
-    gate.wait_begun()
-    gate.wait_begun()
-    gate.let(2)
-    transfers.wait([1, 2])
-    assert sorted(numbers(transfers.finished())) == [(1, True, 10), (2, True, 20)]
 
 
 def test_a_failed_copy_is_a_result_and_the_next_one_continues(start: Start, caplog: pytest.LogCaptureFixture) -> None:
@@ -176,17 +148,6 @@ def test_a_failed_copy_is_a_result_and_the_next_one_continues(start: Start, capl
     transfers.wait([3])
     assert sorted(numbers(transfers.finished())) == [(1, True, 10), (2, False, 0), (3, True, 30)]
     assert "copy 2" in caplog.text
-
-
-def test_a_device_that_gives_no_fence_fails_the_job_and_not_the_engine(start: Start) -> None:
-    class Broken(Gate):
-        def fence(self) -> int:
-            raise RuntimeError("device lost")
-
-    transfers = start(Broken())
-    transfers.submit_load(1, plan(1))
-    transfers.wait([1])
-    assert numbers(transfers.finished()) == [(1, False, 0)]
 
 
 def test_waiting_for_jobs_that_are_not_there_returns(start: Start) -> None:

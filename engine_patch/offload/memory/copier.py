@@ -26,23 +26,16 @@ DIRECT_BYTES = 64 * 2**10
 
 
 class Copier(Protocol):
-    """A copier of blocks between the caches and slots.
+    """A copier of blocks between caches in main memory and slots.
 
     Its copies return the bytes copied when they are done, and raise if they fail.
     """
 
-    # The number of copies that make sense at a time, with one thread each.
-    lanes: int
-
-    def fence(self) -> Any:
-        """Return the work that a copy submitted now has to wait for; called by the thread that computes."""
-        ...
-
-    def store(self, plan: Plan, fence: Any) -> int:
+    def store(self, plan: Plan) -> int:
         """Copy blocks from the caches to slots, and return the bytes copied."""
         ...
 
-    def load(self, plan: Plan, fence: Any) -> int:
+    def load(self, plan: Plan) -> int:
         """Copy blocks from slots to the caches, and return the bytes copied."""
         ...
 
@@ -54,8 +47,6 @@ class CpuCopier:
     a time as fit into a core's cache, and copies large pages one by one, so that Python's work grows with batches of
     bytes, not with blocks. The interpreter is free while a batch is copied, so that the engine's thread can continue.
     """
-
-    lanes = 1
 
     def __init__(self, caches: CanonicalCaches, layout: SlotLayout, slots: torch.Tensor) -> None:
         """Prepare views of the caches and of the slots' memory.
@@ -79,10 +70,7 @@ class CpuCopier:
             self._pages.append([_pages(caches.tensors[r.tensor_idx].tensor, r.page_size_bytes) for r in refs])
             self._places.append([_places(memory, ref.page_size_bytes) for ref in refs])
 
-    def fence(self) -> None:
-        """Return None, because results that the engine computed on the CPU are in memory when it continues."""
-
-    def store(self, plan: Plan, fence: None = None) -> int:
+    def store(self, plan: Plan) -> int:
         """Copy blocks from the caches to slots.
 
         Nothing is copied if it raises.
@@ -93,7 +81,7 @@ class CpuCopier:
         """
         return sum(_copy(pages, blocks, places, offsets) for pages, places, blocks, offsets in self._pieces(plan))
 
-    def load(self, plan: Plan, fence: None = None) -> int:
+    def load(self, plan: Plan) -> int:
         """Copy blocks from slots to the caches; raises the same errors as `store`."""
         return sum(_copy(places, offsets, pages, blocks) for pages, places, blocks, offsets in self._pieces(plan))
 

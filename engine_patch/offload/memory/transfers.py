@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies beside the engine: submitted by its thread, done by other threads, polled later.
+"""Copies in main memory beside the engine: submitted by its thread, made by another thread, polled later.
 
 The engine's thread never waits except in `wait` and `close`. A copy that fails is a result, not an exception: the
 engine continues without the data. Loads come before stores, because a request waits for a load; a copy that a thread
@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvrouter.engine_patch.offload.memory.copier import Copier
 from kvrouter.engine_patch.offload.memory.slot_layout import Plan
@@ -39,13 +39,13 @@ class _Job:
     job_id: int
     is_load: bool
     plan: Plan
-    fence: Any
 
 
 class Transfers:
-    """The threads of a copier, `copier.lanes` of them: one does everything, of two each has one direction.
+    """The thread of a copier.
 
-    One thread calls this, the engine's. A job id is in use until its result was taken.
+    One thread calls this, the engine's. A job id is in use until its result was taken. What the engine computed on the
+    CPU is in memory when it submits a copy, so no copy has to wait for it.
     """
 
     def __init__(self, copier: Copier, clock: Callable[[], float] = time.monotonic) -> None:
@@ -58,13 +58,8 @@ class Transfers:
         self._awaited: frozenset[int] = frozenset()
         self._results: deque[TransferResult] = deque()
         self._closed = False
-        directions = [(True, False)] if copier.lanes == 1 else [(True,), (False,)]
-        self._threads = [
-            threading.Thread(target=self._run, args=(own,), name="kvrouter-offload-copy", daemon=True)
-            for own in directions
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._run, name="kvrouter-offload-copy", daemon=True)
+        self._thread.start()
 
     def submit_store(self, job_id: int, plan: Plan) -> None:
         """Queue a copy from the cache to slots, and return at once."""
@@ -90,52 +85,44 @@ class Transfers:
             self._awaited = frozenset()
 
     def close(self) -> None:
-        """End the threads after their present copies. Queued jobs that did not begin count as failed."""
+        """End the thread after its present copy. Queued jobs that did not begin count as failed."""
         with self._change:
             self._closed = True
             for job in self._queued:
                 self._end(job, TransferResult(job.job_id, False, 0, 0.0))
             self._queued.clear()
             self._change.notify_all()
-        for thread in self._threads:
-            thread.join()
+        self._thread.join()
 
     def _submit(self, job_id: int, is_load: bool, plan: Plan) -> None:
-        try:
-            job = _Job(job_id, is_load, plan, self._copier.fence())
-        except Exception:
-            # A device that failed takes no events, so the copy would fail as well.
-            log.exception("kvrouter: offload %s %d not submitted: it counts as failed", _kind(is_load), job_id)
-            job = None
         with self._change:
-            if job is None or self._closed:
+            if self._closed:
                 self._results.append(TransferResult(job_id, False, 0, 0.0))
                 return
             self._unfinished.add(job_id)
-            self._queued.append(job)
+            self._queued.append(_Job(job_id, is_load, plan))
             self._change.notify_all()
 
-    def _run(self, directions: tuple[bool, ...]) -> None:
-        while (job := self._next(directions)) is not None:
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
             start = self._clock()
             ok, copied = False, 0
             try:
                 copy = self._copier.load if job.is_load else self._copier.store
-                copied = copy(job.plan, job.fence)
+                copied = copy(job.plan)
                 ok = True
             except Exception:
-                log.exception("kvrouter: offload %s %d failed", _kind(job.is_load), job.job_id)
+                log.exception("kvrouter: offload %s %d failed", kind_of(job.is_load), job.job_id)
             with self._change:
                 self._end(job, TransferResult(job.job_id, ok, copied, self._clock() - start))
 
-    def _next(self, directions: tuple[bool, ...]) -> _Job | None:
-        """Return the next job of these directions, or None at the end."""
+    def _next(self) -> _Job | None:
+        """Return the next job, or None at the end."""
         with self._change:
             while True:
-                jobs = [job for job in self._queued if job.is_load in directions]
-                if jobs:
+                if self._queued:
                     # min takes the first of several equal jobs, so each kind stays in its order.
-                    job = min(jobs, key=lambda job: (job.job_id not in self._awaited, not job.is_load))
+                    job = min(self._queued, key=lambda job: (job.job_id not in self._awaited, not job.is_load))
                     self._queued.remove(job)
                     return job
                 if self._closed:
@@ -148,5 +135,6 @@ class Transfers:
         self._change.notify_all()
 
 
-def _kind(is_load: bool) -> str:
+def kind_of(is_load: bool) -> str:
+    """Return the name of a copy's direction, for logs."""
     return "load" if is_load else "store"
