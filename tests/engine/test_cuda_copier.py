@@ -49,6 +49,10 @@ def test_blocks_go_to_slots_and_come_back_behind_the_engines_work(
         for storage, computed in zip(raw, final, strict=True):
             storage.copy_(computed)
 
+    def zero() -> None:
+        for storage in raw:
+            storage.zero_()
+
     double.computing.work.append(compute)
     transfers.submit_store(1, plan([0, 1, 2]))
     assert transfers.finished() == []
@@ -59,7 +63,7 @@ def test_blocks_go_to_slots_and_come_back_behind_the_engines_work(
         for block in layout.blocks(final, group)
     ]
     # A load waits for the engine's zeroing of the blocks that it fills.
-    double.computing.work.append(lambda: [storage.zero_() for storage in raw] and None)
+    double.computing.work.append(zero)
     transfers.submit_load(2, plan([3, 0, 1]))
     transfers.wait([2])
     # What the engine had queued before the load ran before it, and runs only once.

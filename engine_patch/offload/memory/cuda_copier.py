@@ -4,8 +4,8 @@
 The module is small, because it runs only on machines with such a device. The parts that it shares with the CPU copier,
 places and plans, are tested everywhere. Only streams, events and vLLM's batched copies are left: `_custom_ops.
 swap_blocks_batch` (0.32: cuMemcpyBatchAsync, or single copies on a driver that lacks it), and a Triton kernel for loads
-of small pages (0.32 v1/kv_offload/cpu/swap_blocks_triton.py), for which one descriptor a page is too much: 4.7 of 55
-GB/s at 16 KiB.
+of small pages (0.32 module `vllm.v1.kv_offload.cpu.swap_blocks_triton`), for which one descriptor a page is too much:
+4.7 of 55 GB/s at 16 KiB.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvrouter.engine_patch.offload.memory.copier import check_fits, check_within
 from kvrouter.engine_patch.offload.memory.slot_layout import IdArray, Plan, SlotLayout
 
 # Copies in words of 8 bytes, at most this many bytes at a time in each program, as vLLM's own tier does
-# (0.32 v1/kv_offload/cpu/gpu_worker.py, _select_swap_blocks_fn).
+# (0.32 module `vllm.v1.kv_offload.cpu.gpu_worker`, _select_swap_blocks_fn).
 WORD_BYTES = 8
 MAX_STEP_BYTES = 8_192
 
