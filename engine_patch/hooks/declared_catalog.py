@@ -15,6 +15,7 @@ from kvrouter.engine_patch.hooks.offload_events import (
     blocks_per_chunk,
     connector_name,
     connector_names,
+    peer_address,
     suffix_partial_hits,
 )
 from kvrouter.engine_patch.reporter.translate import OffloadGroup, short_hash
@@ -77,6 +78,7 @@ def read_catalog(scheduler: Any, lora_paths: Mapping[str, str], vllm_version: st
         connectors=[] if connector is None else connector_names(connector),
         offload_partial_hits=suffix_partial_hits(connector),
         engine_version=vllm_version,
+        peer=peer_address(connector),
     )
 
 

@@ -110,7 +110,7 @@ class EventTap:
         groups = offload_groups(scheduler.kv_cache_manager.coordinator)
         for offload in offloading_schedulers(scheduler.connector):
             self.features["offload_resets"].when_off(self._withhold_tiers)
-            Offload(offload, groups, self.features, self._taken, self._report, self._cleared)
+            Offload(offload, groups, self.features, self._taken, self._report, self._offload_cleared)
 
     def _watch_reset(self, pool: Any, medium: str) -> None:
         if medium != GPU:
@@ -121,6 +121,11 @@ class EventTap:
     def _cleared(self, medium: str, reason: str) -> None:
         events = [ReportCleared(medium, reason)]
         self.reporter.publish(lambda: events, None)
+
+    def _offload_cleared(self, medium: str, reason: str) -> None:
+        self._cleared(medium, reason)
+        # The catalog has the number of resets if the tier lends chunks.
+        self.declare()
 
     def _taken(self, offload: Offload, handed: Handed) -> None:
         self._handed.append((offload, handed))

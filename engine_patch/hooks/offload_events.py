@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from kvrouter.engine_patch.hooks.positions import hash_before
 from kvrouter.engine_patch.reporter.translate import Chunk, OffloadGroup, medium_name
 from kvrouter.engine_patch.setup.features import Feature, Features, misfit
+from kvrouter.events.patch.messages import PeerAddress
 
 CPU = "CPU"
 REASON = "connector reset"
@@ -263,6 +264,14 @@ def blocks_per_chunk(connector: Any) -> int | None:
     for scheduler in offloading_schedulers(connector):
         config = scheduler.config
         return int(config.blocks_per_chunk if hasattr(config, "blocks_per_chunk") else config.block_size_factor)
+    return None
+
+
+def peer_address(connector: Any) -> PeerAddress | None:
+    """Return where this project's offload tier lends its chunks, or None if it lends none or is not there."""
+    for scheduler in offloading_schedulers(connector):
+        address = getattr(scheduler.manager, "peer_address", None)
+        return None if address is None else cast("PeerAddress | None", address())
     return None
 
 

@@ -22,6 +22,7 @@ from kvrouter.engine_patch.offload.metrics import COUNTERS, GAUGES, Sample
 from kvrouter.engine_patch.offload.peer.peer_source import source_wish
 from kvrouter.engine_patch.offload.slots import SlotsSpec
 from kvrouter.engine_patch.offload.tiers.tiering import LookupAnswer, Medium, PromotionRequest, Tiering
+from kvrouter.events.patch.messages import PeerAddress
 
 # Features that the installed vLLM has.
 TAKES_METADATA_ONLY = any(field.name == "metadata_only" for field in fields(base.OffloadingEvent))
@@ -50,6 +51,7 @@ class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
         release: Callable[[], None],
         shared_disk: bool = False,
         facts: Mapping[str, str | int] | None = None,
+        peer_address: Callable[[], PeerAddress | None] = lambda: None,
     ) -> None:
         """Serve the tiers.
 
@@ -59,12 +61,15 @@ class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
             release: Called last, at the shutdown.
             shared_disk: Whether another engine writes the disk.
             facts: Facts that never change, for `vllm:kv_offload_config_info`.
+            peer_address: Returns where chunks are lent to other engines, None if they are not.
         """
         self._tiering = tiering
         self._disk_locality = base.Locality.REMOTE if shared_disk else base.Locality.LOCAL
         self._sample = sample
         self._release = release
         self._facts = dict(facts or {})
+        # Called by the patch's hooks for the catalog that they declare (`hooks/offload_events.py`).
+        self.peer_address = peer_address
         self._last = Sample()
 
     # Look-ups

@@ -39,6 +39,7 @@ from kvrouter.engine_patch.offload.tiers.peer_tier import PeerTier
 from kvrouter.engine_patch.offload.tiers.policy import make_policy
 from kvrouter.engine_patch.offload.tiers.tiering import Tiering
 from kvrouter.engine_patch.offload.worker import HybridOffloadingWorker, make_transfers
+from kvrouter.events.patch.messages import PeerAddress
 
 log = logging.getLogger("vllm.kvrouter.offload")
 
@@ -92,6 +93,11 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
         values = (self._num_slots, self._chunk_bytes, settings.policy, disk, settings.disk_bytes)
         return dict(zip(INFO_LABELS, values, strict=True))
 
+    def _token_bytes(self) -> int:
+        """Return the bytes of KV cache for one token, of all groups and ranks; a part of a byte counts as one."""
+        block_bytes = self.config.worker_kv_bytes_per_block * self._ranks
+        return sum(-(-block_bytes // group.tokens_per_block) for group in self.config.groups)
+
     def get_manager(self) -> HybridOffloadingManager:
         """Return the scheduler's side, made at the first call.
 
@@ -109,7 +115,13 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
             if peering is not None:
                 peering.lend(tiering)
             sampling = Sampling(tiering, cpu, disk, peering)
-            self._manager = HybridOffloadingManager(tiering, sampling, self._release, shared, self._facts())
+
+            def peer_address() -> PeerAddress | None:
+                return None if peering is None else peering.address(tiering.num_resets, self._token_bytes())
+
+            self._manager = HybridOffloadingManager(
+                tiering, sampling, self._release, shared, self._facts(), peer_address
+            )
             log.info(
                 "kvrouter: %d chunks of %d bytes in CPU memory (%s)%s",
                 self._num_slots,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A router whose table of tiers has a fourth entry, `peer`. It runs in a process of its own, by `BOOT`.
+"""A router whose table of tiers has a fourth entry, `remote`. It runs in a process of its own, by `BOOT`.
 
 The judge has no rule for the tier, so its hits are entered at the judge's border: each worker reuses a block more with
-its peer than without it.
+the tier than without it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvrouter.router.route.placement.cost import ChoiceContext, weigh
 from tests.contract.api_support import TinyCore, build, call
 
 # The entry, and the program that adds it to the table before any module reads it, then calls `main` of this module.
-ENTRY = 'Tier("peer", "PEER", "tokens reused with what peers hold too", "from a peer", "+PEER", 0.9),'
+ENTRY = 'Tier("remote", "REMOTE", "tokens reused with the remote tier too", "from remote", "+REMOTE", 0.9),'
 BOOT = f"""
 import importlib.util, sys
 spec = importlib.util.find_spec("kvrouter.contract.tiers")
@@ -51,7 +51,7 @@ main(sys.argv[1])
 BLOCK, HELD_BLOCKS, NUM_TOKENS = 16, 4, 200
 
 
-class PeerJudge:
+class RemoteJudge:
     """A judge of which each hit with the last tier is a block longer."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -92,7 +92,7 @@ class MirrorCore(TinyCore):
 
 def main(trace: str) -> None:
     """Print what each part of the router makes of the fourth tier, as JSON; `trace` is a trace to replay."""
-    vars(matcher)["Judge"] = PeerJudge
+    vars(matcher)["Judge"] = RemoteJudge
     core = MirrorCore()
     app, _ = build(core)
     asked = {"model": "m", "block_hashes": core.hashes.tolist(), "num_tokens": NUM_TOKENS}
@@ -108,7 +108,7 @@ def main(trace: str) -> None:
     load.tick([hit.worker], 0.0)
     costs.append(weigh([hit], ChoiceContext(NUM_TOKENS, load), hit.tokens).terms[0][0])
     resident = ResidentBlocks(MetricRegistry())
-    resident.counts = lambda: [(hit.worker, {"g0:PEER": 3, "g0:TAPE": 5})]
+    resident.counts = lambda: [(hit.worker, {"g0:REMOTE": 3, "g0:TAPE": 5})]
     with redirect_stdout(report := io.StringIO()):
         assert run(["replay", "--trace", trace, "--workers", "1", "--policy", "kv", "--json"]) == 0
     json.dump(

@@ -39,7 +39,7 @@ def test_a_hit_has_the_tier(seen: dict[str, Any]) -> None:
 
 
 def test_query_has_its_field_behind_those_before_it(seen: dict[str, Any]) -> None:
-    row = '{"longest_matched":80,"gpu":64,"cpu":64,"disk":64,"peer":80,"dp":{"0":80},"state":"live"}'
+    row = '{"longest_matched":80,"gpu":64,"cpu":64,"disk":64,"remote":80,"dp":{"0":80},"state":"live"}'
     assert (
         seen["template"]
         == seen["encoded"]
@@ -48,22 +48,22 @@ def test_query_has_its_field_behind_those_before_it(seen: dict[str, Any]) -> Non
 
 
 def test_select_explains_it(seen: dict[str, Any]) -> None:
-    overlap = {"longest_matched": 80, "gpu": 64, "cpu": 64, "disk": 64, "peer": 80, "dp": {"0": 80}}
+    overlap = {"longest_matched": 80, "gpu": 64, "cpu": 64, "disk": 64, "remote": 80, "dp": {"0": 80}}
     select = seen["select"]
     assert select["overlap"] == select["candidates"][0]["overlap"] == overlap
-    assert select["reason"] == "reuses 80 of 200 tokens (64 on the GPU, 16 more from a peer)"
+    assert select["reason"] == "reuses 80 of 200 tokens (64 on the GPU, 16 more from remote)"
     assert select["effective_prefill_tokens"] == 120
 
 
 @pytest.mark.parametrize("name", ["InstanceReply", "Overlap"])
 def test_the_document_describes_it(seen: dict[str, Any], name: str) -> None:
-    field = seen["document"][name]["properties"]["peer"]
-    assert field == {"type": "integer", "description": "tokens reused with what peers hold too"}
+    field = seen["document"][name]["properties"]["remote"]
+    assert field == {"type": "integer", "description": "tokens reused with the remote tier too"}
 
 
 def test_tables_have_its_column(seen: dict[str, Any]) -> None:
     heads, row, *_ = (line.split() for line in seen["table"].splitlines())
-    assert heads[:6] == ["WORKER", "GPU", "+CPU", "+DISK", "+PEER", "UNCACHED"]
+    assert heads[:6] == ["WORKER", "GPU", "+CPU", "+DISK", "+REMOTE", "UNCACHED"]
     assert row[:7] == [">", "w0", "64", "64", "64", "80", "120"]
 
 
@@ -75,7 +75,7 @@ def test_its_load_has_a_price(seen: dict[str, Any]) -> None:
 def test_a_metric_has_its_label(seen: dict[str, Any]) -> None:
     samples = [line for line in seen["metric"].splitlines() if not line.startswith("#")]
     assert samples == [
-        'kvrouter_resident_blocks{model="m",worker="w0",group="0",medium="PEER"} 3.0',
+        'kvrouter_resident_blocks{model="m",worker="w0",group="0",medium="REMOTE"} 3.0',
         'kvrouter_resident_blocks{model="m",worker="w0",group="0",medium="other"} 5.0',
     ]
 

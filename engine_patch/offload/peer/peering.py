@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import ipaddress
 import logging
 import secrets
 import time
@@ -18,11 +20,16 @@ from kvrouter.engine_patch.offload.peer.peer_access import PeerAccess
 from kvrouter.engine_patch.offload.peer.peer_client import PeerClient
 from kvrouter.engine_patch.offload.peer.peer_link import Memory
 from kvrouter.engine_patch.offload.peer.peer_server import PeerServer
-from kvrouter.engine_patch.offload.peer.peer_wire import Welcome
+from kvrouter.engine_patch.offload.peer.peer_wire import VERSION, Welcome
 from kvrouter.engine_patch.setup.throttled_log import ThrottledLog
+from kvrouter.events.patch.messages import PeerAddress
 
 # Lent chunks cannot be evicted, so most chunks must not be lent at once.
 LENT_SHARE = 4
+# Stands in an address for all addresses of the machine.
+ANY_HOST = "*"
+# Hex digits that name the engines which may exchange chunks, 128 bits: no two kinds of engines share them.
+EXCHANGE_CHARS = 32
 
 
 class Slots(NamedTuple):
@@ -94,8 +101,35 @@ class Peering:
                 f"chunks cannot be lent at {self._host}:{self._port} ({error}): set peer_port to a free port"
             ) from error
 
+    def address(self, num_resets: int, token_bytes: int) -> PeerAddress | None:
+        """Return where chunks are lent, or None while this engine has not chosen its first parent hash.
+
+        Args:
+            num_resets: The number of resets of the tiers.
+            token_bytes: Bytes of KV cache for one token, of all groups and ranks.
+        """
+        facts = self._facts()
+        if self._server is None or not facts.hash_root:
+            return None
+        host = ANY_HOST if is_wildcard(self._host) else self._host
+        return PeerAddress(host, self._port, exchange(facts), num_resets, token_bytes)
+
     def stop_lending(self) -> None:
         """End the thread that lends, and all loans."""
         if self._server is not None:
             self._server.close()
             self._server = None
+
+
+def is_wildcard(host: str) -> bool:
+    """Return whether a host stands for all addresses of its machine."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return host == ANY_HOST
+
+
+def exchange(facts: PeerFacts) -> str:
+    """Return the text that two engines have in common exactly if their first messages to each other would agree."""
+    # The version ends at the blank and the identity has a fixed length, so other facts give other bytes.
+    return hashlib.sha256(b"%d %s %s" % (VERSION, facts.identity, facts.hash_root)).hexdigest()[:EXCHANGE_CHARS]

@@ -196,7 +196,10 @@ class HitFinder:
         """Return the hit, or an empty one if the worker's engine computes the whole prompt for this request."""
         if self._registry.streams[hit.worker].profile.engine.name not in question.without_cache:
             return hit
-        return msgspec.structs.replace(hit, by_tier=all_on_gpu(0), full_attention=0, limiter=None, reason=WHOLE_PROMPT)
+        nothing = all_on_gpu(0)
+        return msgspec.structs.replace(
+            hit, by_tier=nothing, full_attention=0, limiter=None, reason=WHOLE_PROMPT, pulls=()
+        )
 
     def hit_table(self, question: Question) -> HitTable | None:
         """Return all hits as numbers without explanations, or None if only `hits` can answer. Raises UnknownModel."""

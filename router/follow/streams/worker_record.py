@@ -16,6 +16,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvrouter.contract.worker_status import EngineCache
+from kvrouter.events.patch.messages import PeerAddress
 from kvrouter.events.vllm.codec import BatchDecoder
 from kvrouter.router.follow.streams.clear_watch import ClearWatch
 from kvrouter.router.follow.streams.engine_lives import EngineLives
@@ -30,6 +31,7 @@ from kvrouter.router.index.ingest.worker_profile import WorkerProfile
 from kvrouter.router.index.matching.matcher import WorkerView
 from kvrouter.router.index.store import keys
 from kvrouter.router.model.workers.engine_cache import cache_problem
+from kvrouter.router.model.workers.lending_address import lending_address
 from kvrouter.router.model.workers.provenance import ranks_allowed
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.stream_state import PROVEN, StreamState
@@ -95,6 +97,8 @@ class WorkerRecord:
         # The time since which nothing (an event, a heartbeat, a snapshot) has confirmed the shown blocks; None while they are
         # confirmed.
         self._doubted_since_s: float | None = None
+        # The address at which the engine lends chunks: as declared last, with the URL then, and as other engines reach it.
+        self._lent: tuple[PeerAddress | None, str | None, PeerAddress | None] = (None, None, None)
         self.ingest = self._ingest()
         word = self._word()
         self.view = self._view(shown_state(self.phase, self.facts, word), word)
@@ -266,7 +270,18 @@ class WorkerRecord:
             lora_paths=profile.spec.lora_paths,
             approximate=self._is_guessed(state),
             life=self.lives.number,
+            # The index has the source's blocks as they are only while it is credited.
+            peer=self._lending_address() if shown.credited else None,
         )
+
+    def _lending_address(self) -> PeerAddress | None:
+        declared, url = self.profile.declared, self.registration.url
+        given = None if declared is None else declared.peer
+        if given is None:
+            return None
+        if given is not self._lent[0] or url != self._lent[1]:
+            self._lent = given, url, lending_address(given, (self.endpoints.patch, self.endpoints.events, url))
+        return self._lent[2]
 
     def _is_guessed(self, state: StreamState) -> bool:
         """Return whether the worker's blocks are only guessed from the prompts that were sent to it.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One question judged for all workers of a hash space. Compiled, see `setup.py`.
 
-The judge looks the question's hashes up, then applies the hit rule to each worker.
+The judge looks the question's hashes up, then applies the hit rule to each worker. For workers that lend each other
+chunks it also finds the lenders with which a worker would reuse more.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrouter.router.index.matching.exchanges import MAX_SOURCES, Exchanges
 from kvrouter.router.index.matching.mirror_table import MirrorTable
 from kvrouter.router.model.kvcache.gpu_hit import gpu_hit, single_group_hit
 from kvrouter.router.model.kvcache.hit_tables import (
@@ -18,8 +20,13 @@ from kvrouter.router.model.kvcache.hit_tables import (
     FOUND_FULL,
     FOUND_GPU,
     FOUND_LIMITER,
+    GEO_EXT_START,
     GEO_SPEC_END,
     GEO_SPEC_START,
+    PULL_COLUMNS,
+    PULL_SOURCE,
+    PULL_TOKENS,
+    PULL_WORKER,
     RULE_FULL,
     SPEC_RULE,
 )
@@ -33,7 +40,12 @@ class Judge:
     """The hit rule of all workers of one hash space, with the rows that it reads."""
 
     def __init__(
-        self, tables: RuleTables, bases: NDArray[np.int64], row_of_slot: NDArray[np.int32], row_count: int
+        self,
+        tables: RuleTables,
+        bases: NDArray[np.int64],
+        row_of_slot: NDArray[np.int32],
+        row_count: int,
+        exchanges: Exchanges,
     ) -> None:
         # One geometry for each worker.
         self.tables = tables
@@ -43,6 +55,10 @@ class Judge:
         self.row_of_slot = row_of_slot
         # The number of rows of all workers.
         self.row_count = row_count
+        self.members, self.starts = exchanges.members, exchanges.starts
+        # The best sources of the set that is looked at, and the hit of a worker with nothing but the source's CPU tier.
+        self.sources = np.zeros(MAX_SOURCES, np.int64)
+        self.reaches = np.zeros(MAX_SOURCES, np.int64)
 
     def any_resident(self, mirror: MirrorTable, hashes: U64) -> bool:
         """Return whether any of the workers holds any of these blocks anywhere."""
@@ -81,6 +97,90 @@ class Judge:
             found[w, FOUND_LIMITER] = limiter
             found[w, FOUND_FULL] = covered
         return hits
+
+    def pulls(self, hits: NDArray[np.int64], num_tokens: int, turn: int) -> NDArray[np.int64]:
+        """Return the sources from which workers may fetch blocks of the last question, int64, shape (pulls, PULL_COLUMNS).
+
+        Pulls are in the order of the workers in `exchanges`, those of one worker with the most tokens first. In each set
+        the MAX_SOURCES workers are sources whose CPU tier alone holds the longest prefix. A source is compared with a worker
+        only if that prefix is longer than the worker's hit, and only pulls that are longer than the hit are returned.
+
+        Args:
+            hits: The hits of the last question, as `judge` returned them.
+            num_tokens: The number of tokens of the last question.
+            turn: A number of 0 or more that differs between prompts. Where more workers than MAX_SOURCES hold a prefix of one
+                length, it decides which of them are sources.
+        """
+        pulls = np.empty((self.members.shape[0] * MAX_SOURCES, PULL_COLUMNS), np.int64)
+        found, rows = hits, pulls
+        count = 0
+        for c in range(self.starts.shape[0] - 1):
+            sources = self.choose_sources(found, self.starts[c], self.starts[c + 1], num_tokens, turn)
+            for m in range(self.starts[c], self.starts[c + 1]):
+                if sources == 0:
+                    break
+                w = self.members[m]
+                own = found[w, FOUND_LIMITER - 1]
+                if self.reaches[0] <= own:
+                    continue
+                is_empty = self.holds_nothing(w)
+                first = count
+                for i in range(sources):
+                    if self.reaches[i] <= own:
+                        break
+                    s = self.sources[i]
+                    if s == w:
+                        continue
+                    tokens = self.reaches[i] if is_empty else self.hit_with(w, s, found[w, FOUND_GPU], num_tokens)
+                    if tokens <= own:
+                        continue
+                    # Sources with as many tokens keep their order.
+                    at = count
+                    while at > first and rows[at - 1, PULL_TOKENS] < tokens:
+                        for column in range(PULL_COLUMNS):
+                            rows[at, column] = rows[at - 1, column]
+                        at -= 1
+                    rows[at, PULL_WORKER] = w
+                    rows[at, PULL_SOURCE] = s
+                    rows[at, PULL_TOKENS] = tokens
+                    count += 1
+        return pulls[:count]
+
+    def choose_sources(self, found: NDArray[np.int64], first: int, last: int, num_tokens: int, turn: int) -> int:
+        """Choose the sources of the set with the members `first` to `last - 1`, and return how many there are."""
+        count = 0
+        for i in range(last - first):
+            w = self.members[first + (turn + i) % (last - first)]
+            reach = found[w, FOUND_CPU]
+            if found[w, FOUND_GPU] != 0:
+                # That hit has blocks of the GPU.
+                reach = tier_hit(self.tables, self.bases[w], w, num_tokens, 0, False)
+            if reach == 0 or (count == MAX_SOURCES and reach <= self.reaches[count - 1]):
+                continue
+            at = count if count < MAX_SOURCES else count - 1
+            count = at + 1
+            while at > 0 and self.reaches[at - 1] < reach:
+                self.sources[at], self.reaches[at] = self.sources[at - 1], self.reaches[at - 1]
+                at -= 1
+            self.sources[at], self.reaches[at] = w, reach
+        return count
+
+    def holds_nothing(self, w: int) -> bool:
+        """Return whether worker `w` holds no block of the last question anywhere."""
+        end = self.bases[w + 1] if w + 1 < self.bases.shape[0] else self.row_count
+        bits = 0
+        for row in range(self.bases[w], end):
+            for i in range(self.tables.rows.shape[1]):
+                bits |= self.tables.rows[row, i]
+        return bits == 0
+
+    def hit_with(self, w: int, source: int, gpu: int, num_tokens: int) -> int:
+        """Return the hit of worker `w` with all its tiers and the CPU tier of worker `source`."""
+        self.tables.lender_row = self.bases[source]
+        self.tables.lender_shift = self.tables.geos[source, GEO_EXT_START] - self.tables.geos[w, GEO_EXT_START]
+        hit = tier_hit(self.tables, self.bases[w], w, num_tokens, gpu, True)
+        self.tables.lender_row = -1
+        return hit
 
     def place_bits(self, worker: int, banks: int) -> NDArray[np.uint16]:
         """Return the place bits of the last question's hashes at one worker, shape (banks, hashes)."""

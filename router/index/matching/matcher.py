@@ -16,9 +16,11 @@ from kvrouter.contract.hits import GroupCover, HeldRuns
 from kvrouter.contract.tiers import all_on_gpu
 from kvrouter.events.patch.messages import PeerAddress
 from kvrouter.router.base.common.ids import Place, WorkerKey
+from kvrouter.router.index.matching.exchanges import Exchanges
 from kvrouter.router.index.matching.held_runs import held_runs
 from kvrouter.router.index.matching.judge import Judge
 from kvrouter.router.index.matching.mirror import Mirror
+from kvrouter.router.index.matching.pull import Pull
 from kvrouter.router.index.matching.question import Hit, Limiter, Question
 from kvrouter.router.model.kvcache.block_hash import HashScheme, HashSpace
 from kvrouter.router.model.kvcache.catalog import Catalog, GroupRule, SpecGroup
@@ -72,6 +74,8 @@ class HashPlan(msgspec.Struct, frozen=True, eq=False):
     stops_early: bool
     # The number of blocks in such a segment.
     segment_blocks: int
+    # Whether some of the workers lend each other blocks.
+    exchanges: bool = False
 
     @classmethod
     def build(cls, mirror: Mirror, views: Sequence[WorkerView]) -> HashPlan:
@@ -80,6 +84,8 @@ class HashPlan(msgspec.Struct, frozen=True, eq=False):
         They must be creditable, in the mirror's current epoch, and have catalogs without a problem. Raises ValueError
         for a worker that is not in the mirror.
         """
+        exchanges = Exchanges.among((view.catalog, view.peer) for view in views)
+        borrowers = set(exchanges.members.tolist())
         row_of_slot = np.full(mirror.slot_count, -1, np.int32)
         bases = np.zeros(len(views), np.int64)
         builder = GeometryBuilder()
@@ -87,17 +93,18 @@ class HashPlan(msgspec.Struct, frozen=True, eq=False):
         withheld: list[str] = []
         # The first worker with each combination of catalog and places, because the replicas of a model differ in few
         # things.
-        alike: dict[tuple[Catalog, tuple[tuple[Place, int], ...]], int] = {}
+        alike: dict[tuple[Catalog, tuple[tuple[Place, int], ...], bool], int] = {}
         firsts: list[int] = []
         row = 0
         for i, view in enumerate(views):
             worker_slots = mirror.worker(view.worker)
             if worker_slots is None:
                 raise ValueError(f"{view.worker} is not in the mirror")
-            first = alike.setdefault((view.catalog, tuple(worker_slots.places.items())), i)
+            borrows = i in borrowers
+            first = alike.setdefault((view.catalog, tuple(worker_slots.places.items()), borrows), i)
             firsts.append(first)
             if first == i:
-                builder.add(view.catalog, worker_slots.places)
+                builder.add(view.catalog, worker_slots.places, borrows=borrows)
                 spec_groups.append(view.catalog.spec_groups())
                 withheld.append(view.catalog.offload.withheld(worker_slots.places))
             else:
@@ -111,11 +118,11 @@ class HashPlan(msgspec.Struct, frozen=True, eq=False):
             if not worker_slots.slots:
                 # The worker holds nothing, but the rule looks into its first row.
                 row += 1
-        catalogs = {catalog for catalog, _ in alike}
+        catalogs = {catalog for catalog, *_ in alike}
         # Without full attention a prefix may be worth something although its beginning is gone.
         stops_early = all(any(group.rule is GroupRule.FULL for group in catalog.spec_groups()) for catalog in catalogs)
         segment = max([SEGMENT_BLOCKS, *map(_chunk_hashes, catalogs)])
-        judge = Judge(builder.build(), bases, row_of_slot, row)
+        judge = Judge(builder.build(), bases, row_of_slot, row, exchanges)
         limiters: list[dict[int, Limiter]] = []
         for i, first in enumerate(firsts):
             start = judge.spec_start(i)
@@ -130,6 +137,7 @@ class HashPlan(msgspec.Struct, frozen=True, eq=False):
             judge,
             stops_early,
             segment,
+            bool(borrowers),
         )
 
 
@@ -253,8 +261,16 @@ class Matcher:
     def table(self, question: Question, plans: HashPlans) -> HitTable | None:
         """Return the hits that `match` would return, without explanations, as a table.
 
-        Return None if the hits take more than one plan or depend on more than hashes.
+        Return None if the hits take more than one plan, depend on more than hashes, or have pulls, which no table shows.
         """
+        table = self._table(question, plans)
+        if table is None or not table.plan.exchanges:
+            return table
+        pulls = table.plan.judge.pulls(table.found, question.num_tokens, 0)
+        return None if len(pulls) else table
+
+    def _table(self, question: Question, plans: HashPlans) -> HitTable | None:
+        """Return the hits as a table without pulls; None as for `table`."""
         if question.block_hashes is not None:
             plan = plans.by_hash
             if plan is None:
@@ -267,9 +283,10 @@ class Matcher:
         return HitTable(plan, self._find(plan, hashes, question), plans.withheld + plans.unhashable)
 
     def match_list(self, prompts: Sequence[Question], plans: HashPlans, *, is_last_known: bool) -> list[Hit] | None:
-        """Return for each worker the sum of its hits for several prompts.
+        """Return for each worker the sum of its hits for several prompts, without pulls.
 
-        Return None if `table` returns None for one of them.
+        A request names one source for all its prompts, and the sum does not say what one source adds to each of them.
+        Return None if the hits of a prompt take more than one plan or depend on more than hashes.
 
         Args:
             prompts: The prompts, all with the same adapter and salt.
@@ -278,7 +295,7 @@ class Matcher:
         """
         tables: list[HitTable] = []
         for prompt in prompts:
-            table = self.table(prompt, plans)
+            table = self._table(prompt, plans)
             if table is None:
                 return None
             tables.append(table)
@@ -337,6 +354,10 @@ class Matcher:
     def _judge(self, plan: HashPlan, hashes: NDArray[np.uint64], question: Question) -> list[Hit]:
         numbers = self._find(plan, hashes, question)
         hits = _hits(plan, numbers)
+        if plan.exchanges:
+            # Prompts that end differently have different sources among equal ones.
+            turn = int(hashes[-1]) % len(plan.views) if len(hashes) else 0
+            _add_pulls(plan, hits, plan.judge.pulls(numbers, question.num_tokens, turn))
         if question.explain:
             hits = [
                 msgspec.structs.replace(hit, groups=tuple(_covers(plan, w, question.num_tokens)))
@@ -372,8 +393,17 @@ def _hits(plan: HashPlan, numbers: NDArray[np.int64]) -> list[Hit]:
     return list(map(Hit, plan.workers, by_tier, plan.states, plan.reasons, limiters, full_attention))
 
 
+def _add_pulls(plan: HashPlan, hits: list[Hit], pulls: NDArray[np.int64]) -> None:
+    """Add the pulls, which are as `Judge.pulls` returns them, to the hits of the plan's workers."""
+    by_worker: dict[int, list[Pull]] = {}
+    for worker, source, tokens in pulls.tolist():
+        by_worker.setdefault(worker, []).append(Pull(plan.workers[source], tokens))
+    for worker, of_worker in by_worker.items():
+        hits[worker] = msgspec.structs.replace(hits[worker], pulls=tuple(of_worker))
+
+
 def sum_of(of_prompts: Sequence[Sequence[Hit]], *, is_last_known: bool) -> list[Hit]:
-    """Return for each worker the sum of its hits for several prompts. No single group limits it.
+    """Return for each worker the sum of its hits for several prompts. No single group limits it, and it has no pulls.
 
     Args:
         of_prompts: The hits of each prompt, all in the same order of workers.
@@ -386,6 +416,7 @@ def sum_of(of_prompts: Sequence[Sequence[Hit]], *, is_last_known: bool) -> list[
             full_attention=sum([hit.full_attention for hit in hits]),
             limiter=None,
             groups=(),
+            pulls=(),
             last_tokens=hits[-1].tokens if is_last_known else None,
         )
         for hits in zip(*of_prompts, strict=True)

@@ -58,6 +58,9 @@ MEMBER_BANK, MEMBER_MASK, MEMBER_COLUMNS = range(3)
 FOUND_GPU, FOUND_CPU, FOUND_DISK = range(3)
 FOUND_LIMITER, FOUND_FULL, FOUND_COLUMNS = range(len(TIERS), len(TIERS) + 3)
 
+# Columns of the pulls that `Judge.pulls` returns: the numbers of the worker and of the source, and the worker's hit.
+PULL_WORKER, PULL_SOURCE, PULL_TOKENS, PULL_COLUMNS = range(4)
+
 # Columns of `RuleTables.exts`: one row for each group of a worker with an OffloadingConnector.
 (
     EXT_SPARSE,
@@ -126,12 +129,14 @@ class GeometryBuilder:
         self._members: list[list[int]] = []
         self._exts: list[list[int]] = []
 
-    def add(self, catalog: Catalog, places: dict[Place, int]) -> int:
+    def add(self, catalog: Catalog, places: dict[Place, int], *, borrows: bool = False) -> int:
         """Add a worker and return the index of its row in `geos`.
 
         Args:
             catalog: The worker's catalog. Raises ValueError if it has a problem.
             places: The worker's places and the number of the bit of each.
+            borrows: Whether chunks of another worker may count for it, so that it is looked up in chunks even if it has
+                stored none yet.
         """
         if catalog.problem is not None:
             raise ValueError(f"no geometry for an incomplete catalog: {catalog.problem}")
@@ -145,7 +150,7 @@ class GeometryBuilder:
         geo[GEO_SIMPLE] = int(len(spec_groups) == 2 and spec_groups[0].rule is GroupRule.FULL)
         geo[GEO_SPEC_START], geo[GEO_SPEC_END] = self._add_specs(catalog, spec_groups, places, GPU)
         earning = catalog.offload.earning(places)
-        if catalog.offload.rule is TierRule.CHUNKS and earning:
+        if catalog.offload.rule is TierRule.CHUNKS and (earning or borrows):
             self._add_chunks(geo, catalog, places)
         elif catalog.offload.rule is TierRule.JOINT and earning:
             geo[GEO_JOINT_START], geo[GEO_JOINT_END] = self._add_specs(catalog, spec_groups, places, CPU, GPU)

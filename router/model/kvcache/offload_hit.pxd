@@ -14,6 +14,7 @@ cdef int64_t GEO_ALIGN, GEO_JOINT_END, GEO_JOINT_START, GEO_SPEC_START, LOAD_BAC
 cdef int64_t SPEC_BLOCK, SPEC_MEMBER_END, SPEC_MEMBER_START, SPEC_WINDOW
 cdef uint64_t _FLAG
 
+@cython.locals(y=int64_t)
 cdef bint offloaded(RuleTables tables, int64_t row, int64_t index, int64_t x, bint storage) noexcept nogil
 
 @cython.locals(chunk=int64_t)

@@ -6,6 +6,9 @@ window, the longest window first. A SimpleCPUOffloadConnector keeps a block pool
 coordinator judges the part of the prompt after the local hit by it. The tables of `hit_tables.py` show which rule holds
 for a worker: the range of that rule is not empty. If no rule is known for a worker's connector, all ranges are empty.
 
+A chunk that a worker lacks may also come from the CPU tier of another worker, its lender (`RuleTables.lender_row`). vLLM's
+look-up goes from chunk to chunk through the worker's own CPU tier, its disk and then the lender, so all three count alike.
+
 The functions share most parameters with those of `gpu_hit.py`. Besides, `x` is the index of a group in `tables.exts`,
 `storage` is whether the disk tier counts too, and `scale` is the number of hashes per chunk. All lengths are in tokens
 unless a function says that it counts chunks.
@@ -65,13 +68,20 @@ _FLAG = 1
 
 
 def offloaded(tables: RuleTables, row: int, index: int, x: int, storage: bool) -> bool:
-    """Return whether the chunk that ends at hash `index` can be loaded from the CPU tier, or from disk with `storage`."""
+    """Return whether the chunk that ends at hash `index` can be loaded from the CPU tier, or from disk with `storage`.
+
+    A chunk that the CPU tier of the worker at `tables.lender_row` holds counts too, if there is such a worker.
+    """
     if index < 0 or index >= tables.rows.shape[1]:
         return False
     if tables.rows[row + tables.exts[x, EXT_CPU_BANK], index] & tables.exts[x, EXT_CPU_MASK] != 0:
         return True
+    if storage and tables.rows[row + tables.exts[x, EXT_STORAGE_BANK], index] & tables.exts[x, EXT_STORAGE_MASK] != 0:
+        return True
+    y = x + tables.lender_shift
     return (
-        storage and tables.rows[row + tables.exts[x, EXT_STORAGE_BANK], index] & tables.exts[x, EXT_STORAGE_MASK] != 0
+        tables.lender_row >= 0
+        and tables.rows[tables.lender_row + tables.exts[y, EXT_CPU_BANK], index] & tables.exts[y, EXT_CPU_MASK] != 0
     )
 
 

@@ -140,7 +140,7 @@ def _published_at(endpoint: str, host: str) -> str | None:
     need not be this engine.
     """
     bind_host = _host_of(endpoint)
-    if bind_host is None or _is_wildcard(bind_host) or _address(bind_host) is not None:
+    if bind_host is None or is_wildcard(bind_host) or _address(bind_host) is not None:
         return _bound_at(endpoint, host)
     return None
 
@@ -149,14 +149,14 @@ def _bound_at(endpoint: str, host: str) -> str | None:
     """Return where an endpoint that the engine on `host` binds can be reached, or None if that is not known."""
     if endpoint.startswith("ipc://"):
         # The socket is on the engine's machine, which is this machine if the engine is reached over loopback.
-        return endpoint if _is_loopback(host) and not endpoint_problem(endpoint) else None
+        return endpoint if is_loopback(host) and not endpoint_problem(endpoint) else None
     bind_host = _host_of(endpoint)
     if bind_host is None:
         return None
     address = _address(bind_host)
-    if address is None or _is_wildcard(bind_host):
+    if address is None or is_wildcard(bind_host):
         reached = host
-    elif address.is_loopback and not _is_loopback(host):
+    elif address.is_loopback and not is_loopback(host):
         return None
     else:
         reached = bind_host
@@ -177,12 +177,14 @@ def _host_of(endpoint: str) -> str | None:
     return host.removeprefix("[").removesuffix("]") or None
 
 
-def _is_wildcard(host: str) -> bool:
+def is_wildcard(host: str) -> bool:
+    """Return whether a host stands for all addresses of its machine."""
     address = _address(host)
     return host == "*" or (address is not None and address.is_unspecified)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether a host is surely the machine that uses it."""
     address = _address(host)
     return host == "localhost" or (address is not None and address.is_loopback)
 
