@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 cimport cython
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int64_t, uint16_t, uint64_t
 
 from kvrouter.router.model.kvcache.gpu_hit cimport coordinator_hit, resident
 from kvrouter.router.model.kvcache.rule_tables cimport RuleTables
@@ -13,9 +13,18 @@ cdef int64_t GEO_STORAGE_START, GEO_SUFFIX_ALIGN, RULE_CHUNKED_LOCAL, SPEC_CHUNK
 cdef int64_t GEO_ALIGN, GEO_JOINT_END, GEO_JOINT_START, GEO_SPEC_START, LOAD_BACK_TOKENS, RULE_FULL, RULE_SLIDING_WINDOW
 cdef int64_t SPEC_BLOCK, SPEC_MEMBER_END, SPEC_MEMBER_START, SPEC_WINDOW
 cdef uint64_t _FLAG
+cdef int64_t _STRETCH
 
 @cython.locals(y=int64_t)
 cdef bint offloaded(RuleTables tables, int64_t row, int64_t index, int64_t x, bint storage) noexcept nogil
+
+@cython.locals(
+    cpu=int64_t, cpu_mask=uint16_t, disk=int64_t, disk_mask=uint16_t, lent=int64_t, lent_mask=uint16_t, y=int64_t,
+    missing=uint16_t, i=int64_t, held=uint16_t,
+)
+cdef bint all_offloaded(
+    RuleTables tables, int64_t row, int64_t x, bint storage, int64_t first, int64_t last
+) noexcept nogil
 
 @cython.locals(chunk=int64_t)
 cdef int64_t offload_prefix(

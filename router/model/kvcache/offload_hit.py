@@ -63,6 +63,9 @@ from kvrouter.router.model.kvcache.rule_tables import RuleTables
 # Source: SGLang 0.5.23 srt/mem_cache/unified_radix_cache.py:576 :1879.
 LOAD_BACK_TOKENS = 10
 
+# Chunks looked up at once: enough for wide instructions, with little wasted work at the end of a run.
+_STRETCH = 32
+
 # A named constant, because compiled code would shift a literal in 32 bits.
 _FLAG = 1
 
@@ -85,9 +88,32 @@ def offloaded(tables: RuleTables, row: int, index: int, x: int, storage: bool) -
     )
 
 
+def all_offloaded(tables: RuleTables, row: int, x: int, storage: bool, first: int, last: int) -> bool:
+    """Return whether `offloaded` holds for each hash from `first` to `last - 1`; the rows must have all of them.
+
+    The loop has no branches, so that the compiler vectorizes it.
+    """
+    cpu, cpu_mask = row + tables.exts[x, EXT_CPU_BANK], tables.exts[x, EXT_CPU_MASK]
+    disk, disk_mask = row + tables.exts[x, EXT_STORAGE_BANK], tables.exts[x, EXT_STORAGE_MASK] if storage else 0
+    lent, lent_mask = cpu, cpu_mask
+    if tables.lender_row >= 0:
+        y = x + tables.lender_shift
+        lent, lent_mask = tables.lender_row + tables.exts[y, EXT_CPU_BANK], tables.exts[y, EXT_CPU_MASK]
+    missing = 0
+    for i in range(first, last):
+        held = (
+            (tables.rows[cpu, i] & cpu_mask) | (tables.rows[disk, i] & disk_mask) | (tables.rows[lent, i] & lent_mask)
+        )
+        missing |= held == 0
+    return missing == 0
+
+
 def offload_prefix(tables: RuleTables, row: int, x: int, storage: bool, scale: int, first: int, last: int) -> int:
     """Return how many consecutive chunks can be loaded from chunk `first` on, below chunk `last`."""
+    last = min(last, tables.rows.shape[1] // scale)
     chunk = first
+    while scale == 1 and chunk + _STRETCH <= last and all_offloaded(tables, row, x, storage, chunk, chunk + _STRETCH):
+        chunk += _STRETCH
     while chunk < last and offloaded(tables, row, (chunk + 1) * scale - 1, x, storage):
         chunk += 1
     return chunk - first
@@ -107,6 +133,9 @@ def offload_window(
         # The chunks past the given hashes are missing, so no run ends right before chunk `last`.
         need = window
         last = tables.rows.shape[1] // scale
+    if scale == 1 and last > first and all_offloaded(tables, row, x, storage, max(first, last - need), last):
+        # The usual case: either a run of `need` chunks or one of all chunks.
+        return last - first
     for chunk in range(last - 1, first - 1, -1):
         if offloaded(tables, row, (chunk + 1) * scale - 1, x, storage):
             run += 1
