@@ -21,12 +21,20 @@ from kvrouter.client.retries import Retries
 from kvrouter.client.select_body import SelectBody
 from kvrouter.client.sync_client import Client
 from kvrouter.client.transport import Timeouts
-from kvrouter.contract.choices import CandidateReply, CostTerms, PinnedBody, PrefillReply, SelectReply, TokensReply
+from kvrouter.contract.choices import (
+    CandidateReply,
+    CostTerms,
+    PinnedBody,
+    PrefillReply,
+    PullReply,
+    SelectReply,
+    TokensReply,
+)
 from kvrouter.contract.health import HealthReply
-from kvrouter.contract.hits import GroupCover, HeldRuns, HitLimit, Overlap
+from kvrouter.contract.hits import GroupCover, HeldRuns, HitLimit, Overlap, PeerHit
 from kvrouter.contract.queries import InstanceReply, QueryBody, QueryByHashBody, QueryReply
 from kvrouter.contract.registrations import CatalogBody, GroupBody, RegisterBody, RegisteredReply, UnregisterBody
-from kvrouter.contract.worker_status import PatchStatus, Recovery, ReuseStatus, TokensStatus, WorkerStatus
+from kvrouter.contract.worker_status import PatchStatus, PeerStatus, Recovery, ReuseStatus, TokensStatus, WorkerStatus
 
 __all__ = [
     "AnswerLate",
@@ -49,8 +57,11 @@ __all__ = [
     "NotFound",
     "Overlap",
     "PatchStatus",
+    "PeerHit",
+    "PeerStatus",
     "PinnedBody",
     "PrefillReply",
+    "PullReply",
     "QueryBody",
     "QueryByHashBody",
     "QueryReply",

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from kvrouter.contract import fields
-from kvrouter.contract.hits import HitLimit, Overlap
+from kvrouter.contract.hits import HitLimit, Overlap, PeerHit
 from kvrouter.contract.queries import PromptBody
 
 # A client's own name for its reservation. It becomes a part of paths.
@@ -130,6 +130,9 @@ class CandidateReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     approximate: Annotated[
         bool | None, Meta(description="true: an estimate from what was sent there, as the worker has no usable events")
     ] = None
+    peer: Annotated[
+        PeerHit | None, Meta(description="what it would reuse with the best source to fetch blocks from; absent: none")
+    ] = None
 
 
 class TokensReply(msgspec.Struct, frozen=True):
@@ -157,6 +160,23 @@ class PrefillReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     candidates: Annotated[
         tuple[CandidateReply, ...] | None, Meta(description="with explain: every worker that was compared")
     ] = None
+
+
+class PullReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The blocks that the chosen worker is to fetch from another worker before it computes the prompt."""
+
+    worker_id: Annotated[str | int, Meta(description="the source: the worker whose CPU tier lends the blocks")]
+    dp_rank: fields.DpRank
+    tokens: Annotated[
+        int, Meta(description="tokens that the chosen worker reuses if all blocks arrive, its own tiers included")
+    ]
+    fetched_tokens: Annotated[
+        int, Meta(description="tokens among them that are fetched; effective_prefill_tokens counts them as computed")
+    ]
+    timeout_s: Annotated[
+        float,
+        Meta(description="seconds within which the blocks must arrive; after that the engine computes the tokens"),
+    ]
 
 
 def count_of_one() -> int:
@@ -208,4 +228,14 @@ class SelectReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     ] = None
     prefill: Annotated[
         PrefillReply | None, Meta(description="the worker that is to compute the prompt first, if another is")
+    ] = None
+    pull: Annotated[
+        PullReply | None, Meta(description="the blocks that it is to fetch from another worker; absent: none")
+    ] = None
+    kv_transfer_params: Annotated[
+        dict[str, Any] | None,
+        Meta(
+            description="with pull: the object to copy into the field `kv_transfer_params` of the request to the engine, which "
+            "names the source (`remote_kv_source`)"
+        ),
     ] = None

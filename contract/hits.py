@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta
 
+from kvrouter.contract import fields
 from kvrouter.contract.tiers import TIERS
 
 GroupIdx = Annotated[int | None, Meta(description="number of the KV cache group; null: the engine names none")]
@@ -41,6 +42,20 @@ class HitLimit(msgspec.Struct, frozen=True):
     group_idx: GroupIdx
     kind: GroupKind
     why: Annotated[str, Meta(description="what is missing there, as a sentence")]
+
+
+class PeerHit(msgspec.Struct, frozen=True):
+    """The hit of a worker with the blocks that it may fetch from another worker."""
+
+    worker_id: Annotated[str | int, Meta(description="the source: the worker whose CPU tier lends the blocks")]
+    dp_rank: fields.DpRank
+    tokens: Annotated[
+        int,
+        Meta(
+            description="tokens reused if all blocks arrive, with the worker's own tiers; no part of longest_matched, as the "
+            "source may evict a block before it is fetched"
+        ),
+    ]
 
 
 class HeldRuns(msgspec.Struct, frozen=True):

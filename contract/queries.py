@@ -58,6 +58,10 @@ class InstanceReply(hits.Overlap, frozen=True, kw_only=True, omit_defaults=True)
     approximate: Annotated[
         bool | None, Meta(description="true: an estimate from what was sent there, as the worker has no usable events")
     ] = None
+    peer: Annotated[
+        hits.PeerHit | None,
+        Meta(description="what it would reuse with the best source to fetch blocks from; absent: none"),
+    ] = None
     groups: Annotated[
         tuple[hits.GroupCover, ...] | None,
         Meta(description="with explain: how far each group alone would let the GPU hit reach"),

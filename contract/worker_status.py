@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from kvrouter.contract import fields
 
@@ -56,6 +56,13 @@ class ReuseStatus(msgspec.Struct, frozen=True):
     delivered_tokens: Annotated[int, Meta(description="tokens that the engine reported as reused")]
     answers: Annotated[int, Meta(description="answers that passed this process and where both numbers are known")]
     prompt_tokens: Annotated[int, Meta(description="tokens of the prompts of these answers")] = 0
+
+
+class PeerStatus(msgspec.Struct, frozen=True):
+    """Where an engine lends the blocks of its CPU tier to other engines."""
+
+    host: Annotated[str, Meta(description="the host")]
+    port: Annotated[int, Meta(description="the port")]
 
 
 class EngineCache(msgspec.Struct, frozen=True):
@@ -145,6 +152,10 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     reuse: Annotated[
         ReuseStatus | None, Meta(description="what was predicted and delivered; null before the first such answer")
     ] = None
+    peer: Annotated[
+        PeerStatus | UnsetType,
+        Meta(description="where its engine lends the blocks of its CPU tier to other engines; absent: it lends none"),
+    ] = UNSET
 
 
 class WorkersReply(msgspec.Struct, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from kvrouter.contract.tiers import TIERS, all_on_gpu
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.matcher import HashPlan, HitTable, WorkerView
+from kvrouter.router.index.matching.pull import Pull
 from kvrouter.router.index.matching.question import Hit
 from kvrouter.router.model.kvcache.catalog import Catalog
 from kvrouter.router.model.workers.stream_state import StreamState
@@ -56,6 +58,28 @@ def test_a_template_writes_what_msgspec_writes(data: st.DataObject) -> None:
     assume(template is not None)
     assert template is not None
     assert template.fill(table.found) == encode(query_reply(hits, explain=False), JSON)[0]
+
+
+@settings(max_examples=examples(200))
+@given(st.data())
+def test_sources_add_the_field_peer_and_change_nothing_else(data: st.DataObject) -> None:
+    workers = data.draw(st.lists(st.builds(WorkerKey, st.just("m"), NAMES, st.integers(0, 2)), max_size=6, unique=True))
+    hits, with_pulls = [], []
+    for worker in workers:
+        tokens = data.draw(TOKENS)
+        hits.append(Hit(worker, all_on_gpu(tokens), "live", ""))
+        pulls = data.draw(st.lists(st.builds(Pull, st.sampled_from(workers), TOKENS), max_size=2))
+        better = sorted((pull for pull in pulls if pull.tokens > tokens), key=lambda pull: -pull.tokens)
+        with_pulls.append(msgspec.structs.replace(hits[-1], pulls=tuple(better)))
+    plain, reply = query_reply(hits, explain=False), query_reply(with_pulls, explain=False)
+    for name, instance in reply.instances.items():
+        ranks = [hit for hit in with_pulls if hit.worker.worker_id == name]
+        most = max((hit.pulls[0].tokens for hit in ranks if hit.pulls), default=0)
+        assert (0 if instance.peer is None else instance.peer.tokens) == (
+            most if most > instance.longest_matched else 0
+        )
+    without = {name: msgspec.structs.replace(instance, peer=None) for name, instance in reply.instances.items()}
+    assert encode(msgspec.structs.replace(reply, instances=without), JSON) == encode(plain, JSON)
 
 
 def test_names_that_could_be_taken_for_numbers_have_no_template() -> None:

@@ -12,13 +12,15 @@ import msgspec
 import pytest
 from msgspec import UNSET
 
-from kvrouter.contract.decisions import DecisionReply, Outcome, Proof, Wanted
+from kvrouter.contract.decisions import DecidedPull, DecisionReply, Outcome, Proof, Wanted
 from kvrouter.contract.fleet_event import EventType
 from kvrouter.router.base.common.errors import Saturated
+from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.follow.feed.watch_metrics import WatchMetrics
+from kvrouter.router.index.matching.question import Hit
 from kvrouter.router.observe.decisions import decision_log
-from kvrouter.router.observe.decisions.decision import KEPT_CANDIDATES
+from kvrouter.router.observe.decisions.decision import KEPT_CANDIDATES, Decision, KeptChoice
 from kvrouter.router.observe.decisions.decision_log import (
     ENTRY_BYTES,
     MAX_ATTEMPTS,
@@ -27,6 +29,7 @@ from kvrouter.router.observe.decisions.decision_log import (
     DecisionFilter,
     DecisionLog,
 )
+from kvrouter.router.route.placement.planned_pull import PlannedPull
 from kvrouter.router.serve.api.decision_reply import decision_reply, list_decisions, read_decision, read_decisions
 from tests.support.bare_services import bare_feed
 from tests.support.placing_stage import TOKENS, Stage, ask, hit
@@ -145,6 +148,62 @@ def test_the_proof_of_a_decision_follows_the_state_of_its_worker(tokens: int, st
     kept = Kept(hit("a", 64, state))
     result = kept.log.find(kept.placer.reserve(ask()).selection_id)
     assert result is not None and decision_reply(*result).proof == proof
+
+
+PULL = PlannedPull(WorkerKey("m", "b", 1), "10.0.0.7", 5710, tokens=160, fetched_tokens=96, timeout_s=0.25)
+
+
+@pytest.mark.parametrize(
+    ("reused", "prompts", "delivered"),
+    [
+        (160, 1, 96),
+        (80, 1, 16),
+        (64, 1, 0),
+        # Less than the worker's own hit, so nothing of it was fetched.
+        (48, 1, 0),
+        # A prompt ahead left more than the source lends.
+        (320, 1, 96),
+        (None, 1, None),
+        # The engine's report may be about the last prompt alone.
+        (160, 2, None),
+    ],
+)
+def test_a_pull_is_kept_with_the_fetched_tokens_that_were_reused(
+    reused: int | None, prompts: int, delivered: int | None
+) -> None:
+    kept = Kept(hit("a", 64))
+    request = ask()
+    question = msgspec.structs.replace(request.question, num_prompts=prompts)
+    request = msgspec.structs.replace(request, question=question)
+    choice = kept.placer.choose(request, "first")
+    assert choice.pull is None and decision_of(kept, "first").pull is None
+    kept.log.record("second", request, msgspec.structs.replace(choice, pull=PULL))
+    expected = DecidedPull(worker_id="b", dp_rank=1, tokens=160, fetched_tokens=96, timeout_s=0.25)
+    assert decision_of(kept, "second").pull == expected
+    kept.log.end("second", msgspec.structs.replace(OUTCOME, delivered_tokens=reused))
+    assert decision_of(kept, "second").pull == msgspec.structs.replace(expected, delivered_tokens=delivered)
+
+
+def decision_of(kept: Kept, name: str) -> DecisionReply:
+    result = kept.log.find(name)
+    assert result is not None
+    return decision_reply(*result)
+
+
+def test_a_decision_from_before_pulls_is_read() -> None:
+    kept = Kept(hit("a", 64), hit("b", 640))
+    kept.placer.choose(ask(), "s")
+    entry = kept.log.find("s")
+    assert entry is not None
+    fields = msgspec.msgpack.decode(entry[0].data)
+    choice = fields[Decision.__struct_fields__.index("choice")]
+    hits = choice[KeptChoice.__struct_fields__.index("hits")]
+    for values, struct, name in ((choice, KeptChoice, "pull"), *((values, Hit, "pulls") for values in hits)):
+        assert struct.__struct_fields__[-1] == name and len(values) == len(struct.__struct_fields__)
+        values.pop()
+    former = decision_of(kept, "s")
+    entry[0].data = msgspec.msgpack.encode(fields)
+    assert decision_of(kept, "s") == former
 
 
 def test_the_oldest_decisions_are_forgotten_first() -> None:

@@ -3,9 +3,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
 import pytest
 
+from kvrouter.contract.worker_status import WorkerStatus
+from kvrouter.events.patch.messages import PeerAddress
 from kvrouter.events.vllm.stream_items import Connected
+from kvrouter.router.app.core.worker_report import worker_status
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.follow.streams.worker_record import INCIDENT_SHOWN_S
 from kvrouter.router.follow.streams.worker_stream import WorkerStream
@@ -71,3 +78,18 @@ def test_a_lasting_reason_is_shown_again_once_an_incident_is_over(stage: Stage) 
     assert stage.stream.view.reason == "its image is being loaded" and not stage.stream.view.credited
     stage.stream.set_image_problem("")
     assert "no replay endpoint" in stage.stream.view.reason
+
+
+def test_the_status_of_a_worker_that_lends_has_the_address_and_that_of_any_other_no_such_field(stage: Stage) -> None:
+    mirror = cast(Any, SimpleNamespace(lost_credit=lambda worker: None, refused=lambda worker: 0))
+    record = stage.stream.record
+
+    def status() -> dict[str, Any]:
+        encoded = msgspec.json.encode(worker_status(stage.stream, mirror, None, stage.now))
+        assert not msgspec.json.decode(encoded, type=WorkerStatus).peer or b"10.0.0.7" in encoded
+        decoded: dict[str, Any] = msgspec.json.decode(encoded)
+        return decoded
+
+    assert "peer" not in status()
+    record.view = msgspec.structs.replace(record.view, peer=PeerAddress("10.0.0.7", 5710, exchange="a"))
+    assert status()["peer"] == {"host": "10.0.0.7", "port": 5710}

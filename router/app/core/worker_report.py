@@ -7,7 +7,7 @@ import contextlib
 
 import msgspec
 
-from kvrouter.contract.worker_status import PatchStatus, Recovery, WorkerStatus
+from kvrouter.contract.worker_status import PatchStatus, PeerStatus, Recovery, WorkerStatus
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.follow.fleet.mirror_sync import MirrorSync
 from kvrouter.router.follow.streams.stream_metrics import RESYNCS, StreamMetrics
@@ -70,6 +70,7 @@ def worker_status(stream: WorkerStream, mirror: MirrorSync, unread: str | None, 
         handover=registration.handover.value,
         engine=profile.engine.name,
         engine_cache=stream.cache,
+        peer=msgspec.UNSET if (peer := stream.view.peer) is None else PeerStatus(peer.host, peer.port),
     )
 
 

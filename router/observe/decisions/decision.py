@@ -9,6 +9,7 @@ from kvrouter.router.index.matching.question import Hit
 from kvrouter.router.route.placement.choose import Choice
 from kvrouter.router.route.placement.cost import Candidate, Costs, Terms
 from kvrouter.router.route.placement.placement_request import PlacementRequest
+from kvrouter.router.route.placement.planned_pull import PlannedPull
 
 # How many workers of a decision are kept, the chosen one and the cheapest others: a kilobyte for sixteen.
 KEPT_CANDIDATES = 64
@@ -35,6 +36,8 @@ class KeptChoice(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # How many workers were compared.
     compared: int
     expected_tokens: int = 0
+    # The blocks that the chosen worker was to fetch, or None.
+    pull: PlannedPull | None = None
 
     @property
     def hit(self) -> Hit:
@@ -114,4 +117,5 @@ def _kept_choice(choice: Choice) -> KeptChoice:
         [pending.get(hit.worker, 0) for hit in kept_hits] if pending else [0] * len(kept_hits),
         len(hits),
         choice.expected_tokens,
+        choice.pull,
     )

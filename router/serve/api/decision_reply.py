@@ -10,10 +10,11 @@ from typing import TypeVar
 import msgspec
 
 from kvrouter.contract.choices import CandidateReply
-from kvrouter.contract.decisions import DecidedPrefill, DecisionReply, DecisionsReply, Proof
+from kvrouter.contract.decisions import DecidedPrefill, DecidedPull, DecisionReply, DecisionsReply, Outcome, Proof
 from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.router.observe.decisions.decision import Decision, KeptChoice
 from kvrouter.router.observe.decisions.decision_log import DecisionFilter, DecisionLog, KeptDecision
+from kvrouter.router.route.placement.planned_pull import PlannedPull
 from kvrouter.router.serve.api.responses import candidate_reply, overlap_of
 
 log = logging.getLogger("kvrouter.decisions")
@@ -57,6 +58,7 @@ def decision_reply(
         outcome=kept_decision.outcome,
         candidates=_candidates(choice) if explain else None,
         prefill=None if prefill is None else _prefill(prefill, explain=explain),
+        pull=None if choice.pull is None else _pull(decision, choice.pull, kept_decision.outcome),
         earlier=earlier or None,
     )
 
@@ -117,9 +119,26 @@ def _prefill(choice: KeptChoice, *, explain: bool) -> DecidedPrefill:
     )
 
 
+def _pull(decision: Decision, pull: PlannedPull, outcome: Outcome | None) -> DecidedPull:
+    """Return the reply's part about the blocks that the chosen worker was to fetch."""
+    delivered_tokens = None
+    # The engine's report about a list of prompts may cover the last one alone, and the hit covers all.
+    if outcome is not None and outcome.delivered_tokens is not None and decision.num_prompts == 1:
+        beyond_hit = max(0, outcome.delivered_tokens - decision.choice.hit.tokens)
+        delivered_tokens = min(beyond_hit, pull.fetched_tokens)
+    return DecidedPull(
+        worker_id=pull.source.worker_id,
+        dp_rank=pull.source.dp_rank,
+        tokens=pull.tokens,
+        fetched_tokens=pull.fetched_tokens,
+        timeout_s=pull.timeout_s,
+        delivered_tokens=delivered_tokens,
+    )
+
+
 def _candidates(choice: KeptChoice) -> tuple[CandidateReply, ...]:
     """Return the candidates that were kept with the choice."""
-    return tuple(candidate_reply(candidate, candidate.hit.worker.worker_id) for candidate in choice.candidates())
+    return tuple(candidate_reply(candidate) for candidate in choice.candidates())
 
 
 def _proof(decision: Decision) -> Proof:

@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 
 from kvrouter.contract.choices import CandidateReply
-from kvrouter.contract.hits import Overlap
+from kvrouter.contract.hits import Overlap, PeerHit
 from kvrouter.contract.queries import ExplainedInstance, InstanceReply, QueryReply
 from kvrouter.contract.tiers import TIERS
 from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.index.matching.pull import Pull
 from kvrouter.router.index.matching.question import Hit
 from kvrouter.router.route.placement.choose import Choice
 from kvrouter.router.route.placement.cost import Candidate
@@ -66,7 +67,12 @@ def query_reply(hits: Iterable[Hit], explain: bool, held: bool = False) -> Query
     """
     best: dict[str, Hit] = {}
     scores: dict[str, dict[str, int]] = {}
+    # The best source of each worker that has one, over all of its ranks.
+    pulls: dict[str, Pull] = {}
     for hit in hits:
+        if hit.pulls:
+            pull = hit.pulls[0]
+            pulls[hit.worker.worker_id] = max(pull, pulls.get(hit.worker.worker_id, pull), key=lambda pull: pull.tokens)
         name = hit.worker.worker_id
         ranks = scores.get(name)
         if ranks is None:
@@ -77,17 +83,23 @@ def query_reply(hits: Iterable[Hit], explain: bool, held: bool = False) -> Query
         best_hit = best[name]
         if hit.by_tier[::-1] > best_hit.by_tier[::-1]:
             best[name] = hit
-    return QueryReply({name: _instance(hit, scores[name], explain, held) for name, hit in best.items()}, scores)
+    return QueryReply(
+        {name: _instance(hit, scores[name], pulls.get(name), explain, held) for name, hit in best.items()}, scores
+    )
 
 
-def _instance(hit: Hit, dp: dict[str, int], explain: bool, held: bool) -> InstanceReply:
-    """Return the entry of one worker. `dp` has the longest match of each of its ranks."""
+def _instance(hit: Hit, dp: dict[str, int], pull: Pull | None, explain: bool, held: bool) -> InstanceReply:
+    """Return the entry of one worker. `dp` has the longest match of each of its ranks, and `pull` the best source."""
+    if pull is not None and pull.tokens <= hit.tokens:
+        # Another rank reuses more without a source.
+        pull = None
     always: dict[str, Any] = {
         **_tokens(hit, dp),
         "state": hit.state,
         "reason": hit.reason or None,
         "approximate": hit.approximate or None,
         "held": hit.held if held else None,
+        "peer": None if pull is None else _peer(pull, _id_text),
     }
     if not explain:
         return InstanceReply(**always)
@@ -104,11 +116,21 @@ def _tokens(hit: Hit, ranks: dict[str, int]) -> dict[str, Any]:
     return dict(zip(TIER_FIELDS, hit.by_tier, strict=True), longest_matched=hit.tokens, dp=ranks)
 
 
-def candidate_reply(candidate: Candidate, worker_id: str | int) -> CandidateReply:
-    """Return a candidate of a choice as a reply. `worker_id` is the worker's id as registered."""
+def _id_text(worker: WorkerKey) -> str:
+    """Return a worker's id as text."""
+    return worker.worker_id
+
+
+def _peer(pull: Pull, given_id: Callable[[WorkerKey], str | int]) -> PeerHit:
+    """Return a hit with blocks of a source. `given_id` returns a worker's id as it is shown."""
+    return PeerHit(given_id(pull.source), pull.source.dp_rank, pull.tokens)
+
+
+def candidate_reply(candidate: Candidate, given_id: Callable[[WorkerKey], str | int] = _id_text) -> CandidateReply:
+    """Return a candidate of a choice as a reply. `given_id` returns a worker's id as it is shown."""
     hit = candidate.hit
     return CandidateReply(
-        worker_id=worker_id,
+        worker_id=given_id(hit.worker),
         dp_rank=hit.worker.dp_rank,
         overlap=overlap_of(hit),
         load=candidate.load,
@@ -120,9 +142,10 @@ def candidate_reply(candidate: Candidate, worker_id: str | int) -> CandidateRepl
         pending=candidate.pending or None,
         reason=hit.reason or None,
         approximate=hit.approximate or None,
+        peer=_peer(hit.pulls[0], given_id) if hit.pulls else None,
     )
 
 
 def candidate_replies(choice: Choice, given_id: Callable[[WorkerKey], str | int]) -> tuple[CandidateReply, ...]:
     """Return the candidates of a choice as replies. `given_id` returns a worker's id as registered."""
-    return tuple(candidate_reply(candidate, given_id(candidate.hit.worker)) for candidate in choice.candidates)
+    return tuple(candidate_reply(candidate, given_id) for candidate in choice.candidates)

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrouter.contract.choices import PrefillReply, SelectBody, SelectReply, TokensReply
+from kvrouter.contract.choices import PrefillReply, PullReply, SelectBody, SelectReply, TokensReply
 from kvrouter.contract.reservations import ReservationBody
 from kvrouter.router.base.common.errors import BadQuestion
 from kvrouter.router.base.common.json_arrays import hash_array, token_array
@@ -26,6 +26,7 @@ from kvrouter.router.route.placement.candidates import Pin
 from kvrouter.router.route.placement.choose import Choice
 from kvrouter.router.route.placement.placement_request import MAX_ANSWERS, MAX_LIMIT_TOKENS, Placement, PlacementRequest
 from kvrouter.router.route.placement.placer import Placer
+from kvrouter.router.route.placement.planned_pull import SOURCE_FIELD, PlannedPull
 from kvrouter.router.route.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
 from kvrouter.router.route.tokens.without_cache import engines_without_cache
 from kvrouter.router.serve.access.key_bounds import KeyBounds, made_salt
@@ -211,6 +212,7 @@ class SelectRoutes:
         decode_tokens = self._placer.decode_tokens(worker) + (0 if reserved else question.num_tokens)
         block_size = self._core.hash_block_size(question.model)
         given_id = self._core.given_id
+        pull = choice.pull
         return SelectReply(
             selection_id=selection_id,
             model=question.model,
@@ -233,6 +235,18 @@ class SelectRoutes:
             prefill=None
             if choice.prefill is None
             else self._prefill(question, choice.prefill, self._core.handover(worker)),
+            pull=None if pull is None else self._pull(pull),
+            kv_transfer_params=None if pull is None else {SOURCE_FIELD: pull.source_params(selection_id)},
+        )
+
+    def _pull(self, pull: PlannedPull) -> PullReply:
+        """Return the reply's part about the source of blocks."""
+        return PullReply(
+            worker_id=self._core.given_id(pull.source),
+            dp_rank=pull.source.dp_rank,
+            tokens=pull.tokens,
+            fetched_tokens=pull.fetched_tokens,
+            timeout_s=pull.timeout_s,
         )
 
     def _prefill(self, question: Question, choice: Choice, handover: HandoverWay) -> PrefillReply:
