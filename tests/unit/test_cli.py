@@ -15,7 +15,7 @@ from jsonschema import Draft202012Validator
 
 from kvrouter.router.app.cli.api_client import router_url
 from kvrouter.router.app.cli.commands import app, run
-from kvrouter.router.app.cli.tables import candidates_text, prompts_text
+from kvrouter.router.app.cli.tables import candidates_text, prompts_text, pull_line
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.version import VERSION
 from kvrouter.router.model.config.loading import listed_settings, load_config
@@ -148,6 +148,23 @@ def test_explain_has_no_line_for_a_hit_that_nothing_limits() -> None:
 )
 def test_explain_says_how_many_prompts_and_answers_there_were(counts: dict[str, int], text: str) -> None:
     assert prompts_text(counts) == text
+
+
+def test_explain_shows_the_sources_of_candidates_and_what_the_chosen_one_fetches(
+    stub: StubRouter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = SELECTED["candidates"]
+    peer = {"worker_id": "w1", "dp_rank": 2, "tokens": 3}
+    pull = {"worker_id": "w1", "dp_rank": 2, "tokens": 3, "fetched_tokens": 1, "timeout_s": 0.25}
+    answer = SELECTED | {"candidates": [first | {"peer": peer}, second], "pull": pull}
+    stub.answers["/select"] = (200, json.dumps(answer).encode())
+    assert run(["explain", "--url", stub.url, "-m", "m", "--prompt", "hi"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["WORKER", "GPU", "+CPU", "+DISK", "+PEER", "UNCACHED", "LOAD", "COST", "STATE"]
+    assert re.fullmatch(r">\s+w0\s+1\s+2\s+2\s+3 \(w1@2\)\s+1\s+0\s+1\s+live", lines[1])
+    assert re.fullmatch(r"\s+w1\s+1\s+2\s+0\s+-\s+3\s+0\s+3\s+live", lines[3])
+    assert lines[-1] == "fetches 1 tokens from w1@2, waits 0.25 s at most"
+    assert pull_line(pull | {"delivered_tokens": 0}).endswith("; 0 of them were reused")
 
 
 def test_explain_as_json_and_from_a_file(stub: StubRouter, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -77,6 +77,14 @@ DECISION = SELECTED | {
         "e2e_s": 0.5,
     },
     "earlier": ["s0"],
+    "pull": {
+        "worker_id": "w1",
+        "dp_rank": 0,
+        "tokens": 3,
+        "fetched_tokens": 1,
+        "timeout_s": 0.1,
+        "delivered_tokens": 1,
+    },
 }
 
 
@@ -146,6 +154,7 @@ def test_a_request_is_explained_by_its_id(stub: StubRouter, capsys: pytest.Captu
     assert "w0 (http://e:8000): reuses 2 of 3 tokens" in out
     assert "outcome: ok; predicted 2 tokens, reused 1 tokens, first token after 0.25 s, over after 0.5 s" in out
     assert "attempts before it: s0" in out
+    assert "fetches 1 tokens from w1, waits 0.1 s at most; 1 of them were reused" in out
     assert run(["explain", "--url", stub.url, "--request", "a/b c", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == DECISION
 

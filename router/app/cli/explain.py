@@ -78,7 +78,7 @@ def explain(
     if as_json:
         print_json(answer)
         return
-    from kvrouter.router.app.cli.tables import candidates_text, text, tokens_line, worker_name
+    from kvrouter.router.app.cli.tables import candidates_text, pull_line, text, tokens_line, worker_name
 
     num_tokens = shaped(lambda: answer["effective_prefill_tokens"] + answer["overlap"]["longest_matched"])
     out = console()
@@ -88,13 +88,15 @@ def explain(
     out.print()
     to = text(answer["endpoint"])
     out.print(f"{text(worker_name(answer))} ({to}): {text(answer['reason'])}", highlight=False)
+    if "pull" in answer:
+        out.print(shaped(lambda: pull_line(answer["pull"])), highlight=False)
 
 
 def _show_decision(answer: Any, *, as_json: bool) -> None:
     if as_json:
         print_json(answer)
         return
-    from kvrouter.router.app.cli.tables import candidates_text, outcome_line, prompts_text, text, worker_name
+    from kvrouter.router.app.cli.tables import candidates_text, outcome_line, prompts_text, pull_line, text, worker_name
 
     out = console()
     num_tokens = shaped(lambda: answer["num_tokens"])
@@ -108,6 +110,8 @@ def _show_decision(answer: Any, *, as_json: bool) -> None:
         out.print(f"... and {more} more workers", highlight=False)
     out.print()
     out.print(f"{text(worker_name(answer))} ({text(answer['endpoint'])}): {text(answer['reason'])}", highlight=False)
+    if "pull" in answer:
+        out.print(shaped(lambda: pull_line(answer["pull"])), highlight=False)
     out.print(shaped(lambda: outcome_line(answer)), highlight=False)
 
 

@@ -26,6 +26,8 @@ HUNDRED = 100
 
 # The columns of candidates that contain text. All other columns contain numbers and are aligned to the right.
 LEFT_COLUMNS = ("", "WORKER", "STATE")
+# The hit with the blocks of a source, and the source. Only shown if a candidate has one.
+PEER_COLUMN = "+PEER"
 COLUMN_GAP = "  "
 # The terms of a cost (`CostTerms`) that are subtracted.
 SUBTRACTED_TERMS = ("copy", "junction", "session")
@@ -83,6 +85,15 @@ def outcome_line(answer: dict[str, Any]) -> str:
     return line
 
 
+def pull_line(pull: dict[str, Any]) -> str:
+    """Return a line about the blocks that the chosen worker fetches, and about how many arrived if that is known."""
+    line = (
+        f"fetches {pull['fetched_tokens']} tokens from {text(worker_name(pull))}, waits {pull['timeout_s']:g} s at most"
+    )
+    delivered_tokens = pull.get("delivered_tokens")
+    return line if delivered_tokens is None else f"{line}; {delivered_tokens} of them were reused"
+
+
 def prompts_text(answer: dict[str, Any]) -> str:
     """Return the numbers of prompts and answers of a decision as part of a line, or "" for one of each."""
     prompts, answers = answer.get("num_prompts", 1), answer.get("answers", 1)
@@ -96,7 +107,8 @@ def candidates_text(answer: dict[str, Any], num_tokens: int, width: int) -> Text
     The reason that limits a candidate's hit is below its row, folded at `width`, followed by the terms of its cost if the
     columns do not show all of them.
     """
-    rows = [("", "WORKER", *[tier.heading for tier in TIERS], "UNCACHED", "LOAD", "COST", "STATE")]
+    peer_heading = (PEER_COLUMN,) if any("peer" in candidate for candidate in answer["candidates"]) else ()
+    rows = [("", "WORKER", *[tier.heading for tier in TIERS], *peer_heading, "UNCACHED", "LOAD", "COST", "STATE")]
     chosen = (answer["worker_id"], answer["dp_rank"])
     for candidate in answer["candidates"]:
         overlap = candidate["overlap"]
@@ -104,6 +116,7 @@ def candidates_text(answer: dict[str, Any], num_tokens: int, width: int) -> Text
             ">" if (candidate["worker_id"], candidate["dp_rank"]) == chosen else " ",
             worker_name(candidate),
             *[overlap[tier.name] for tier in TIERS],
+            *[_peer(candidate.get("peer")) for _ in peer_heading],
             num_tokens - overlap["longest_matched"],
             *[candidate[name] for name in ("load", "cost", "state")],
         )
@@ -147,6 +160,11 @@ def worker_name(worker: dict[str, Any]) -> str:
     """Return the worker's name: `w0`, or `w0@3` for a rank other than 0."""
     rank = worker["dp_rank"]
     return f"{worker['worker_id']}@{rank}" if rank else str(worker["worker_id"])
+
+
+def _peer(peer: dict[str, Any] | None) -> str | None:
+    """Return the tokens that a worker would reuse with a source, and the source; None without one."""
+    return None if peer is None else f"{peer['tokens']} ({worker_name(peer)})"
 
 
 def _limit(candidate: dict[str, Any]) -> str:
