@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 from kvrouter.router.observe.findings.explanations import EXPLANATIONS
 from tests.support.browser_page import BrowserPage, violations
@@ -309,6 +309,49 @@ def test_many_findings_of_one_code_are_folded(chromium: Browser, tmp_path: Path)
 def fits(page: Page, width: int) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert not violations(page)
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_source_is_shown_by_a_decision_a_prompt_and_its_worker(
+    chromium: Browser, router: RouterProcess, width: int
+) -> None:
+    peer = {"worker_id": "w6", "dp_rank": 1, "tokens": 7_936}
+    pull = peer | {"fetched_tokens": 7_000, "timeout_s": 0.25}
+
+    def lending(route: Route) -> None:
+        body = route.fetch().json()
+        for candidate in body.get("candidates", []):
+            candidate["peer"] = peer
+        for instance in body.get("instances", {}).values():
+            instance["peer"] = peer
+        for row in body.get("workers", []):
+            row["peer"] = {"host": "fd00::7", "port": 5710}
+        if "candidates" in body:
+            body["pull"] = pull | ({"delivered_tokens": 6_880} if "outcome" in body else {})
+        route.fulfill(content_type="application/json", body=json.dumps(body))
+
+    with closing(BrowserPage(chromium, router.port, viewport={"width": width, "height": 900})) as tab:
+        for path in ("decisions/*", "query", "select", "workers"):
+            tab.page.route(f"**/{path}", lending)
+        page = tab.open("decisions")
+        page.goto(f"{tab.address}#decisions/chat-50")
+        text = "7,000 tokens from w6@1, waits 250 ms at most; 7,936 tokens are reused if all arrive"
+        expect(page.locator("#decision dl")).to_contain_text(f"{text}; 6,880 of the fetched ones were reused")
+        own = router.request("GET", "/decisions/chat-50")["candidates"][0]["overlap"]["longest_matched"]
+        more = f"7,936 with blocks that w6@1 lends (+{7_936 - own:,})"
+        expect(page.locator("#decision tr.chosen")).to_contain_text(more)
+        fits(page, width)
+        page.goto(f"{tab.address}#prompt")
+        page.check("input[value=tokens]")
+        page.fill("textarea", "7, 7, 7")
+        page.click("#prompt-ask")
+        expect(page.locator("#prompt-answer [aria-label=Choice]")).to_contain_text(f"Fetches {text}.")
+        expect(page.locator("[data-worker] >> nth=0")).to_contain_text("Would reuse 7,936 with blocks that w6@1 lends")
+        fits(page, width)
+        page.goto(f"{tab.address}#fleet/w0")
+        expect(page.locator("tr.details")).to_contain_text("blocks of its CPU tier, at [fd00::7]:5710")
+        fits(page, width)
+        page.unroute_all(behavior="ignoreErrors")
 
 
 @pytest.mark.parametrize("width", [390, 1280])

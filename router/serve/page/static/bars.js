@@ -2,7 +2,7 @@
 // What each worker's cost is made of, as bars beside the numbers.
 
 import { el } from "./dom.js";
-import { count, middle, route, tiers, tiersOf } from "./words.js";
+import { count, middle, route, tiers, tiersOf, withSource } from "./words.js";
 
 // In the order of the bar: the cost of the prompt itself first, its cost for other prompts last.
 const PARTS = {
@@ -33,6 +33,7 @@ function legend(candidates) {
 function reuse(candidate, worker) {
   const limit = candidate.limited_by;
   return el("div", { class: "small" }, tiers(candidate.overlap, tiersOf(worker)),
+    candidate.peer ? el("div", { text: withSource(candidate.peer, candidate.overlap.longest_matched) }) : null,
     candidate.pending ? el("div", { class: "quiet", text: `${count(candidate.pending)} tokens of it are being computed there` }) : null,
     limit ? el("div", { class: "quiet", text: `limited by g${limit.group_idx ?? "-"} ${limit.kind.replaceAll("_", " ")}: ${limit.why}` }) : null,
     candidate.reason ? el("div", { class: "quiet", text: candidate.reason }) : null);

@@ -6,7 +6,7 @@ import { get } from "./api.js";
 import { costs } from "./bars.js";
 import { copyButton } from "./copy.js";
 import { el, pill, show, table } from "./dom.js";
-import { clock, count, decoded, middle, percent, route, seconds, traceUrl } from "./words.js";
+import { clock, count, decoded, middle, percent, pullText, route, seconds, traceUrl } from "./words.js";
 
 const POLL_MS = 2000;
 const LISTED = 50;
@@ -159,6 +159,7 @@ function detail(decision, { workers, links }) {
     ["Prompt", `${promptsText(decision)}${count(decision.num_tokens)} tokens, ${count(decision.overlap.longest_matched)} of them reused (${percent(decision.overlap.longest_matched, decision.num_tokens)})`],
     ["Why", decision.reason], ["Proof", PROOFS[decision.proof] ?? decision.proof], ["Outcome", outcomeText(decision.outcome)],
   ];
+  if (decision.pull) facts.push(["Fetches", pullText(decision.pull)]);
   if (decision.lost_by) facts.push(["Given up", `${count(decision.best_hit_tokens - decision.overlap.longest_matched)} tokens that another worker holds, by ${decision.lost_by}`]);
   if (decision.prefill) facts.push(["Prefill", `${route(decision.prefill)}: ${decision.prefill.reason}`]);
   if (decision.earlier) facts.push(["Attempts before", decision.earlier.join(", ")]);

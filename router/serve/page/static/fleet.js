@@ -44,6 +44,8 @@ function residency(row) {
       media.map((medium) => el("td", { class: "number", text: count(group.media.get(medium) ?? 0) }))))));
 }
 
+const peerAddress = ({ host, port }) => `${host.includes(":") ? `[${host}]` : host}:${port}`;
+
 function facts({ worker, load, capacity }) {
   const { recovery, reuse, tokens, engine_cache: cache } = worker;
   const recovered = recoveries(worker).filter(({ number }) => number).map(({ how, number }) => `, ${counted(number, how)}`).join("");
@@ -59,6 +61,7 @@ function facts({ worker, load, capacity }) {
     ["Predictions", reuse?.answers ? `${percent(reuse.delivered_tokens, reuse.predicted_tokens)} of predicted tokens reused, ${counted(reuse.answers, "answer")}` : "no answer yet"],
     ["Texts", tokens ? `${tokens.way === "none" ? "not tokenized" : `tokenized by ${tokens.way}`}${tokens.problem ? `: ${tokens.problem}` : ""}` : "–"],
     ["Listed by", worker.source],
+    ...worker.peer ? [["Lends", `blocks of its CPU tier, at ${peerAddress(worker.peer)}`]] : [],
   ];
 }
 

@@ -6,7 +6,7 @@ import { costs } from "./bars.js";
 import { copyButton } from "./copy.js";
 import { el, pill, show } from "./dom.js";
 import { NO_WORKER } from "./workers.js";
-import { blocks, count, group, percent, route, tiers, tiersOf, tone } from "./words.js";
+import { blocks, count, group, percent, pullText, route, tiers, tiersOf, tone, withSource } from "./words.js";
 
 const EXAMPLES = { text: "Once upon a time", chat: '[{"role": "user", "content": "Hello"}]', tokens: "2, 105, 2364, 107" };
 
@@ -112,6 +112,7 @@ function worker(name, instance, length, state) {
     el("h3", {}, name, " ", pill(instance.state.replaceAll("_", " "), tone(instance.state))),
     el("p", {}, `Reuses ${count(instance.longest_matched)} of ${count(length)} tokens (${percent(instance.longest_matched, length)}): `,
       `${tiers(instance, tiersOf(known))}.`),
+    instance.peer ? el("p", { text: `Would reuse ${withSource(instance.peer, instance.longest_matched)}.` }) : null,
     instance.limited_by ? el("p", { class: "quiet" }, `Limited by ${group(instance.limited_by.group_idx)} ${instance.limited_by.kind.replaceAll("_", " ")}: ${instance.limited_by.why}.`) : null,
     instance.reason ? el("p", { class: "quiet", text: instance.reason }) : null,
     !held.some((place) => place.runs.length) ? el("p", { class: "quiet", text: "It holds no block of this prompt." }) : el("div", { class: "lanes" },
@@ -145,7 +146,7 @@ function update({ state }) {
   show(pane,
     el("section", { class: "panel", "aria-label": "Choice" },
       el("h3", { text: choice.problem ? "No worker would get it" : `It would go to ${chosen}` }),
-      el("p", { text: choice.problem ?? choice.reason }), choice.candidates ? costs(choice.candidates, chosen, state.workers) : null,
+      el("p", { text: choice.problem ?? choice.reason }), choice.pull ? el("p", { text: `Fetches ${pullText(choice.pull)}.` }) : null, choice.candidates ? costs(choice.candidates, chosen, state.workers) : null,
       el("details", {}, el("summary", { text: "The same from a terminal" }), el("div", { class: "command" }, el("code", { text: curl }), copyButton(curl, "the command")))),
     el("p", { class: "quiet", text: `${count(length)} tokens. Each bar is the whole prompt. Its coloured part is cached in that group; the mark is the longest hit that this group alone would allow. A group with a window needs only the end of it.` }),
     names.slice(0, shownWorkers).map((name) => worker(name, query.instances[name], length, state)),
