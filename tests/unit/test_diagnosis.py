@@ -13,6 +13,7 @@ import pytest
 
 from kvrouter.contract.diagnosis import Finding, Severity
 from kvrouter.contract.worker_status import EngineCache
+from kvrouter.events.patch.messages import PeerAddress
 from kvrouter.router.app.diagnosis.cache_checks import SHOWN_BLOCKS, cache_findings
 from kvrouter.router.app.diagnosis.clocks import CLOCK_S
 from kvrouter.router.app.diagnosis.endpoint_probe import EndpointAnswer
@@ -67,6 +68,7 @@ CHECKS: tuple[Callable[[Snapshot], Any], ...] = (
 )
 HYBRID = (Group(0, "full_attention", 16), Group(1, "sliding_window", 16, 64))
 FULL = (Group(0, "full_attention", 16),)
+LENDER = PeerAddress("10.0.0.1", 5710, exchange="a", resets=1)
 NOTHING_KNOWN = build_catalog((), "learned", CatalogSpec())
 
 
@@ -172,6 +174,7 @@ FAULTS: dict[str, Snapshot] = {
     "KV306": snapshot(worker(withheld="blocks on CPU earn no credit")),
     "KV307": snapshot(worker(cpu_tier="its CPU tier is full")),
     "KV308": snapshot(worker(refused="3 of its blocks found no room")),
+    "KV309": snapshot(worker(peer=LENDER), worker("w1", peer=msgspec.structs.replace(LENDER, exchange="b"))),
     "KV401": doubt(DoubtKind.SILENT),
     "KV402": doubt(DoubtKind.TOKENIZER),
     "KV403": doubt(DoubtKind.UNTRUE),
@@ -220,8 +223,10 @@ def test_a_finding_names_its_workers_and_its_model_in_fields_of_their_own(code: 
     (finding,) = findings(FAULTS[code])
     kind = finding.subject.partition(" ")[0]
     named = re.findall(r"\bw\d\b", finding.subject)
-    # Only this finding about a model is about two of its workers, which differ.
-    assert finding.workers == (["w0", "w1"] if code == "KV305" else named if kind.startswith("worker") else [])
+    # Only these findings about a model are about two of its workers, which differ.
+    assert finding.workers == (
+        ["w0", "w1"] if code in ("KV305", "KV309") else named if kind.startswith("worker") else []
+    )
     # Sources do not say which model's worker they contest.
     has_model = code != "KV606" and (kind.startswith("worker") or kind == "model")
     assert (finding.model in ("m", "gemma-3-27b")) is has_model and (has_model or finding.model is None)
@@ -431,6 +436,25 @@ def test_long_heartbeats_are_shortened_in_findings() -> None:
     assert version.evidence.startswith("this router has 1.0; router r0 has 0; ")
     assert version.evidence.endswith("; and others")
     assert setting.evidence.startswith("this router has kv; router r0 (and 98 more) has xxx")
+
+
+def test_workers_that_lend_are_compared_within_their_model_and_named_once() -> None:
+    def judged(*peers: PeerAddress | None, models: str = "mmmm") -> list[Finding]:
+        lenders = [
+            worker(f"w{number}", {"model": model}, peer=peer)
+            for number, (peer, model) in enumerate(zip(peers, models, strict=False))
+        ]
+        return [finding for finding in findings(snapshot(*lenders)) if finding.code == "KV309"]
+
+    other = msgspec.structs.replace(LENDER, exchange="b")
+    moved = msgspec.structs.replace(LENDER, host="10.0.0.2", port=5711, token_bytes=9)
+    assert judged(LENDER, moved, None) == [], "another address is no difference"
+    assert judged(LENDER, other, models="mn") == [], "engines of two models never exchange blocks"
+    (finding,) = judged(LENDER, moved, other, other)
+    assert (finding.workers, finding.model) == (["w0", "w2"], "m")
+    assert "model, layout or hash seed" in finding.evidence
+    (finding,) = judged(msgspec.structs.replace(LENDER, resets=0), LENDER)
+    assert "reset once, those of the other 0 times" in finding.evidence
 
 
 def test_names_from_elsewhere_cannot_break_out_of_a_command() -> None:

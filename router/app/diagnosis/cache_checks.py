@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from kvrouter.contract.diagnosis import Finding
+from kvrouter.events.patch.messages import PeerAddress
 from kvrouter.router.app.diagnosis.snapshot import Snapshot, WorkerFacts
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.model.engines.known import engine_named
@@ -41,6 +42,7 @@ def cache_findings(snapshot: Snapshot) -> Iterator[Finding]:
         yield from _of_tiers(worker)
         yield from _of_hybrid(worker, snapshot)
     yield from _of_models(snapshot)
+    yield from _of_peers(snapshot)
 
 
 def _of_hashes(worker: WorkerFacts) -> Iterator[Finding]:
@@ -134,6 +136,37 @@ def _of_models(snapshot: Snapshot) -> Iterator[Finding]:
                     f"{group.name} of {worker.name} has (kind, block, window, chunk) {_text(shape)}, that of {other.name} "
                     f"{_text(other_shape)}",
                 )
+
+
+def _of_peers(snapshot: Snapshot) -> Iterator[Finding]:
+    """Yield a finding for each model whose workers lend blocks that not all of them can fetch."""
+    first: dict[str, tuple[WorkerFacts, PeerAddress]] = {}
+    named: set[str] = set()
+    for worker in snapshot.workers:
+        model, peer = worker.registration.worker.model, worker.peer
+        if peer is None or worker.is_down:
+            continue
+        other, other_peer = first.setdefault(model, (worker, peer))
+        difference = _difference(peer, other_peer)
+        if difference and model not in named:
+            named.add(model)
+            subject = Subject.of_model(model, other.subject.workers + worker.subject.workers)
+            yield found(
+                "KV309", subject, f"{worker.name} fetches nothing from {other.name}, nor the reverse: {difference}"
+            )
+
+
+def _difference(peer: PeerAddress, other: PeerAddress) -> str:
+    """Return why two engines exchange no blocks, or "" if they do."""
+    if peer.exchange != other.exchange:
+        return "they differ in model, layout or hash seed"
+    if peer.resets != other.resets:
+        return f"its caches were reset {_times(peer.resets)}, those of the other {_times(other.resets)}"
+    return ""
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
 
 
 def _text(shape: tuple[object, ...]) -> str:

@@ -267,6 +267,7 @@ class Diagnosis:
             prompts=self._prompts(worker, stream),
             doubt=self._quality.doubt(worker),
             cache=stream.cache,
+            peer=stream.view.peer,
             published=own_streams(registration, self._core.engine_lists.sources),
             names_streams=(registration.url or "") in self._core.engine_lists.sources,
             drains_s=None if stream.drains_since_s is None else self._core.now() - stream.drains_since_s,

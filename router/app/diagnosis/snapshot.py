@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from kvrouter.contract.worker_status import EngineCache
+from kvrouter.events.patch.messages import PeerAddress
 from kvrouter.router.app.diagnosis.endpoint_probe import EndpointAnswer
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.store.server_settings import ServerSettings
@@ -83,6 +84,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     doubt: Doubt | None = None
     # The KV cache as the engine describes it.
     cache: EngineCache = EngineCache()
+    # Where its engine lends the blocks of its CPU tier; None if it lends none.
+    peer: PeerAddress | None = None
     # The event endpoints that its engine names.
     published: Sequence[Stream] = ()
     # Whether its engine names its event endpoints, or reports that it has none.

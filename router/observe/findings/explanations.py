@@ -300,6 +300,14 @@ EXPLANATIONS: dict[str, Explanation] = {
         "The router's index reached `mirror_budget_bytes`. Blocks that did not fit earn no credit.",
         "Raise `--mirror-budget-bytes` (docs/how-to/sizing.md).",
     ),
+    "KV309": Explanation(
+        "The engines lend the blocks of their CPU tiers (`peer_port`, docs/how-to/offload.md), but some differ in model, layout "
+        "or hash seed, or their caches were reset a different number of times. Such engines fetch nothing from each other, "
+        "because the blocks may be those of other weights; each prompt is computed where it is not cached.",
+        "Start all engines of the model with the same model files, cache flags and `PYTHONHASHSEED`. If an engine was restarted, "
+        "or reset more often than the others, reset or restart all of them. For a moment during an update of weights, the "
+        "finding is normal.",
+    ),
     "KV401": Explanation(
         "The engine's answers do not say how many tokens were cached, so nothing verifies the predictions "
         "(docs/explanation/quality.md). The finding ends with the engine's process, as KV402 and KV403 do.",

@@ -65,6 +65,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "KV306": (WARNING, "blocks on CPU or disk earn no credit"),
     "KV307": (WARNING, "the CPU tier is full"),
     "KV308": (ERROR, "blocks find no room in the router's memory"),
+    "KV309": (WARNING, "workers of one model cannot exchange blocks"),
     "KV401": (WARNING, "the engine does not report cached tokens"),
     "KV402": (ERROR, "the engine counts other tokens than the router"),
     "KV403": (ERROR, "predictions do not come true"),
@@ -121,6 +122,8 @@ FIXES = {
     "KV307": "give the tier more memory (cpu_bytes_to_use of its --kv-transfer-config), or send the engine fewer "
     "requests at a time",
     "KV308": "kvrouter serve --mirror-budget-bytes N, with more than now",
+    "KV309": "start all engines of the model with the same model, flags and PYTHONHASHSEED; if one was reset more often than "
+    "the others (/reset_prefix_cache, an update of weights), reset or restart all of them",
     "KV404": "if they belong to one conversation or share a preamble, send them as one prompt; a smaller --block-size "
     "makes the unit smaller where the model allows it",
     "KV405": "start all engines of the model with the same chat template and flags; where the engine has a render "
