@@ -20,15 +20,19 @@ workers = st.sampled_from(WORKERS)
 tokens = st.integers(0, 1_000)
 ids = st.sampled_from([f"s{number}" for number in range(8)])
 processes = st.sampled_from(["p", "q"])
-totals = st.builds(Totals, tokens, tokens, st.integers(0, 3))
+totals = st.builds(Totals, tokens, tokens, st.integers(0, 3), tokens)
 
 
 class Held:
     """The model's copy of one reservation."""
 
-    def __init__(self, worker: WorkerKey, prefill: int, decode: int, made_s: float) -> None:
+    def __init__(
+        self, worker: WorkerKey, prefill: int, decode: int, made_s: float, source: WorkerKey | None, lent: int
+    ) -> None:
         self.worker, self.prefill, self.decode, self.made_s = worker, prefill, decode, made_s
         self.counts = True
+        # The worker that lends to it, and how many tokens until its prefill is over.
+        self.source, self.lent = source, lent
 
 
 class Machine(RuleBasedStateMachine):
@@ -47,32 +51,35 @@ class Machine(RuleBasedStateMachine):
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule(name=ids, worker=workers, prefill=tokens, decode=tokens)
-    def reserve(self, name: str, worker: WorkerKey, prefill: int, decode: int) -> None:
+    @rule(name=ids, worker=workers, prefill=tokens, decode=tokens, source=st.none() | workers, lent=tokens)
+    def reserve(
+        self, name: str, worker: WorkerKey, prefill: int, decode: int, source: WorkerKey | None, lent: int
+    ) -> None:
+        lent = lent if source is not None else 0
         if name in self.held:
             try:
-                self.table.reserve(name, worker, prefill, decode, self.now)
+                self.table.reserve(name, worker, prefill, decode, self.now, source=source, lent_tokens=lent)
             except Conflict:
                 return
             raise AssertionError("one id, two reservations")
-        dropped = self.table.reserve(name, worker, prefill, decode, self.now)
+        dropped = self.table.reserve(name, worker, prefill, decode, self.now, source=source, lent_tokens=lent)
         assert dropped == list(self.held)[: max(0, len(self.held) - MOST + 1)]
         for gone in dropped:
             del self.held[gone]
-        self.held[name] = Held(worker, prefill, decode, self.now)
+        self.held[name] = Held(worker, prefill, decode, self.now, source, lent)
 
     @rule(name=ids)
     def prefill_done(self, name: str) -> None:
         assert self.table.prefill_done(name, self.now) == (name in self.held)
         if name in self.held:
-            self.held[name].prefill = 0
+            self.held[name].prefill = self.held[name].lent = 0
 
     @rule(name=ids, prefill=st.none() | tokens)
     def renew(self, name: str, prefill: int | None) -> None:
         self.table.renew(name, self.now, prefill_tokens=prefill)
         if name in self.held:
             held = self.held[name] = self.held.pop(name)
-            held.made_s, held.counts = self.now, True
+            held.made_s, held.counts, held.lent = self.now, True, 0
             held.prefill = held.prefill if prefill is None else prefill
 
     @rule(name=ids)
@@ -86,7 +93,7 @@ class Machine(RuleBasedStateMachine):
         mine = [h for h in self.held.values() if h.worker == worker and h.made_s < self.now - age and h.counts]
         assert ended == len(mine)
         for held in mine:
-            held.counts = False
+            held.counts, held.lent = False, 0
 
     @rule()
     def expire(self) -> None:
@@ -97,7 +104,7 @@ class Machine(RuleBasedStateMachine):
         for held in self.held.values():
             # A voided prefill is over already, so it does not expire, and a renewal brings it back.
             if held.counts and held.made_s <= self.now - PREFILL_TTL_S:
-                held.prefill = 0
+                held.prefill = held.lent = 0
 
     @rule(process=processes, said=st.dictionaries(workers, totals, max_size=3), whole=st.booleans())
     def heard(self, process: str, said: dict[WorkerKey, Totals], whole: bool) -> None:
@@ -123,15 +130,21 @@ class Machine(RuleBasedStateMachine):
 
     def own(self, worker: WorkerKey) -> Totals:
         mine = [held for held in self.held.values() if held.worker == worker and held.counts]
-        return Totals(sum(h.prefill for h in mine), sum(h.decode for h in mine), len(mine))
+        lent = sum(held.lent for held in self.held.values() if held.source == worker)
+        return Totals(sum(h.prefill for h in mine), sum(h.decode for h in mine), len(mine), lent)
 
     @invariant()
     def loads_are_the_sum_of_all(self) -> None:
         for worker in WORKERS:
             parts = [self.own(worker), *(totals_heard.get(worker, NOTHING) for _, totals_heard in self.others.values())]
             load = self.table.loads.get(worker)
-            loaded = NOTHING if load is None else Totals(load.prefill_tokens, load.decode_tokens, load.requests)
+            loaded = (
+                NOTHING
+                if load is None
+                else Totals(load.prefill_tokens, load.decode_tokens, load.requests, load.lent_tokens)
+            )
             assert loaded == Totals(*(sum(column) for column in zip(*map(astuple, parts), strict=True)))
+            assert min(astuple(loaded)) >= 0
             # A worker without load has no entry.
             assert (load is None) == (loaded == NOTHING)
         assert len(self.table) == len(self.held)

@@ -39,6 +39,8 @@ class Fleet:
         self.went: list[WorkerKey] = []
         self.caches = CacheWrites()
         self.rule: ResumeRule | None = ResumeRule(16, None)
+        # Where engines lend blocks, by the worker's id.
+        self.peers: dict[str, PeerAddress] = {}
 
     async def hash_ahead(self, question: Question) -> None:
         pass
@@ -62,8 +64,7 @@ class Fleet:
         return 16
 
     def peer(self, worker: WorkerKey) -> PeerAddress | None:
-        """Return None: no engine of this fleet lends blocks."""
-        return None
+        return self.peers.get(worker.worker_id)
 
     def resume_rule(self, worker: WorkerKey) -> ResumeRule | None:
         return self.rule

@@ -39,7 +39,8 @@ def test_the_settings_are_few_and_each_says_what_it_takes() -> None:
     # 64: only the operator knows which servers return tokens and run no model (renderers); nothing announces them.
     # 67: salts made by the router need a secret, who names tenants, and what becomes of clients' own salts, and only the
     # operator knows each (cache_salt_secret_file, tenant_header, client_salts).
-    assert len(FIELDS) <= 67
+    # 68: pulls between workers may harm a network, and only the operator can tell (peer_pulls).
+    assert len(FIELDS) <= 68
     assert all(describe(name) for name in FIELDS)
 
 
@@ -128,6 +129,7 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
         "tenant_header": "x-tenant",
         "registrations_per_s": 7.5,
         "curve_client_key": "/etc/kvr/curve.key",
+        "peer_pulls": "off",
     }
     assert set(values) == set(FIELDS)
     file = tmp_path / "k.yaml"

@@ -386,6 +386,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             le=100.0,
         ),
     ] = 0.2
+    # Pulls take the network between engines. Where they do harm, an operator must be able to stop them at once, without a
+    # restart of engines or routers.
+    peer_pulls: Annotated[
+        Switch,
+        setting(
+            "on: a worker may be made to fetch blocks from another one, where both engines have a peer_port",
+            reloads=True,
+        ),
+    ] = "on"
     # Engine patches that list the clients they admit recognise a router by this key.
     curve_client_key: Annotated[
         File,

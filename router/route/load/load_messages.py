@@ -31,11 +31,13 @@ class WorkerTotals(msgspec.Struct, frozen=True, array_like=True):
     prefill_tokens: Count
     decode_tokens: Count
     requests: Count
+    # Processes of older versions leave it out, and ignore it.
+    lent_tokens: Count = 0
 
     @classmethod
     def of(cls, worker: WorkerKey, totals: Totals) -> WorkerTotals:
         """Return the totals in the form of a message."""
-        counts = (totals.prefill_tokens, totals.decode_tokens, totals.requests)
+        counts = (totals.prefill_tokens, totals.decode_tokens, totals.requests, totals.lent_tokens)
         return cls(*worker, *(min(count, MAX_COUNT) for count in counts))
 
     @property
@@ -46,7 +48,7 @@ class WorkerTotals(msgspec.Struct, frozen=True, array_like=True):
     @property
     def totals(self) -> Totals:
         """The load as the table holds it."""
-        return Totals(self.prefill_tokens, self.decode_tokens, self.requests)
+        return Totals(self.prefill_tokens, self.decode_tokens, self.requests, self.lent_tokens)
 
 
 class WorkerGauge(msgspec.Struct, frozen=True, array_like=True):

@@ -2,7 +2,8 @@
 """The load of every worker: the reservations of this process, and the totals that other processes report. Pure.
 
 A reservation counts from the choice until its release or expiry: its prefill tokens until the first token at the
-latest, its decode tokens to the end. Other processes report totals, never differences, so the next message repairs a
+latest, its decode tokens to the end. The tokens that a worker lends to a request count until that request's first
+token. Other processes report totals, never differences, so the next message repairs a
 lost one.
 
 Invariants: no total is ever negative. All totals are 0 once all reservations have ended and all other processes are
@@ -34,6 +35,8 @@ class Totals(msgspec.Struct, frozen=True, gc=False):
     prefill_tokens: int = 0
     decode_tokens: int = 0
     requests: int = 0
+    # Tokens of its CPU tier that other workers fetch.
+    lent_tokens: int = 0
 
 
 NOTHING = Totals()
@@ -42,12 +45,13 @@ NOTHING = Totals()
 class WorkerLoad:
     """The load of all processes at one worker. Its plain attributes are fast to read at every choice."""
 
-    __slots__ = ("decode_tokens", "head_tokens", "prefill_tokens", "requests", "since_s")
+    __slots__ = ("decode_tokens", "head_tokens", "lent_tokens", "prefill_tokens", "requests", "since_s")
 
     def __init__(self) -> None:
         self.prefill_tokens = 0
         self.decode_tokens = 0
         self.requests = 0
+        self.lent_tokens = 0
         # When the worker began with the prompt that it is computing: at the first token of the previous prompt, or when
         # this prompt arrived at an empty queue.
         self.since_s = 0.0
@@ -61,11 +65,12 @@ class WorkerLoad:
         self.prefill_tokens += after.prefill_tokens - before.prefill_tokens
         self.decode_tokens += after.decode_tokens - before.decode_tokens
         self.requests += after.requests - before.requests
+        self.lent_tokens += after.lent_tokens - before.lent_tokens
 
     @property
     def is_idle(self) -> bool:
         """Whether no process has any load at the worker."""
-        return not (self.prefill_tokens or self.decode_tokens or self.requests)
+        return not (self.prefill_tokens or self.decode_tokens or self.requests or self.lent_tokens)
 
 
 class Reservation(msgspec.Struct, gc=False):
@@ -82,6 +87,9 @@ class Reservation(msgspec.Struct, gc=False):
     requests: int = 1
     # Whether it is part of the worker's load; False after its engine reported that it is idle.
     counts: bool = True
+    # The worker that lends blocks for its prompt, and how many tokens; None and 0 without one, or after the first token.
+    source: WorkerKey | None = None
+    lent_tokens: int = 0
 
 
 class LoadTable:
@@ -130,6 +138,8 @@ class LoadTable:
         decode_tokens: int,
         now: float,
         requests: int = 1,
+        source: WorkerKey | None = None,
+        lent_tokens: int = 0,
     ) -> list[str]:
         """Count a request at a worker from now on, and return the ids of the old reservations dropped to make room.
 
@@ -140,6 +150,8 @@ class LoadTable:
             decode_tokens: The tokens that are held while it is decoded.
             now: The current time.
             requests: The number of requests that its engine makes of it.
+            source: The worker from which blocks are fetched for it, or None.
+            lent_tokens: The tokens that are fetched.
 
         Raises:
             Conflict: The id is in use.
@@ -150,10 +162,14 @@ class LoadTable:
         while len(self._reservations) >= self._max:
             dropped.append(next(iter(self._reservations)))
             self.release(dropped[-1], now)
-        reservation = Reservation(worker, prefill_tokens, decode_tokens, now, requests)
+        reservation = Reservation(
+            worker, prefill_tokens, decode_tokens, now, requests, source=source, lent_tokens=lent_tokens
+        )
         self._reservations[selection_id] = reservation
         self._join_queue(selection_id, reservation)
         self._add(worker, prefill_tokens, decode_tokens, requests, now)
+        if source is not None:
+            self._add(source, 0, 0, 0, now, lent_tokens)
         return dropped
 
     def prefill_done(self, selection_id: str, now: float) -> bool:
@@ -161,7 +177,7 @@ class LoadTable:
         reservation = self._reservations.get(selection_id)
         if reservation is None:
             return False
-        self._leave_queue(selection_id, reservation.worker)
+        self._leave_queue(selection_id, reservation.worker, now)
         if reservation.counts and reservation.prefill_tokens:
             self._add(reservation.worker, -reservation.prefill_tokens, 0, 0, now)
         reservation.prefill_tokens = 0
@@ -180,7 +196,7 @@ class LoadTable:
         reservation = self._reservations.pop(selection_id, None)
         if reservation is None:
             return
-        self._leave_queue(selection_id, reservation.worker)
+        self._leave_queue(selection_id, reservation.worker, now)
         self._uncount(reservation, now)
         if prefill_tokens is not None:
             reservation.prefill_tokens = prefill_tokens
@@ -194,7 +210,7 @@ class LoadTable:
         reservation = self._reservations.pop(selection_id, None)
         if reservation is None:
             return False
-        self._leave_queue(selection_id, reservation.worker)
+        self._leave_queue(selection_id, reservation.worker, now)
         self._uncount(reservation, now)
         return True
 
@@ -215,7 +231,7 @@ class LoadTable:
             if reservation.made_s >= before:
                 break
             if reservation.worker == worker and reservation.counts:
-                self._leave_queue(selection_id, worker)
+                self._leave_queue(selection_id, worker, now)
                 self._uncount(reservation, now)
                 ended += 1
         return ended
@@ -234,8 +250,12 @@ class LoadTable:
         if reservation.prefill_tokens:
             self._queues.setdefault(reservation.worker, {})[selection_id] = reservation
 
-    def _leave_queue(self, selection_id: str, worker: WorkerKey) -> None:
-        self._prefilling.pop(selection_id, None)
+    def _leave_queue(self, selection_id: str, worker: WorkerKey, now: float) -> None:
+        reservation = self._prefilling.pop(selection_id, None)
+        if reservation is not None and reservation.source is not None:
+            source, lent_tokens = reservation.source, reservation.lent_tokens
+            reservation.source, reservation.lent_tokens = None, 0
+            self._add(source, 0, 0, 0, now, -lent_tokens)
         queue = self._queues.get(worker)
         if queue is not None and queue.pop(selection_id, None) is not None and not queue:
             del self._queues[worker]
@@ -247,10 +267,21 @@ class LoadTable:
                 reservation.worker, -reservation.prefill_tokens, -reservation.decode_tokens, -reservation.requests, now
             )
 
-    def _add(self, worker: WorkerKey, prefill_tokens: int, decode_tokens: int, requests: int, now: float) -> None:
+    def _add(
+        self,
+        worker: WorkerKey,
+        prefill_tokens: int,
+        decode_tokens: int,
+        requests: int,
+        now: float,
+        lent_tokens: int = 0,
+    ) -> None:
         before = self._own.get(worker, NOTHING)
         after = Totals(
-            before.prefill_tokens + prefill_tokens, before.decode_tokens + decode_tokens, before.requests + requests
+            before.prefill_tokens + prefill_tokens,
+            before.decode_tokens + decode_tokens,
+            before.requests + requests,
+            before.lent_tokens + lent_tokens,
         )
         if after == NOTHING:
             self._own.pop(worker, None)

@@ -17,6 +17,7 @@ from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.model.engines.engine_metrics import EngineLoad
 from kvrouter.router.route.load.load_table import LoadTable, WorkerLoad
 from kvrouter.router.route.load.prompt_lengths import PromptLengths
+from kvrouter.router.route.load.transfer_rates import TransferRates
 from kvrouter.router.route.load.worker_speed import WorkerSpeed, slowness
 
 # An engine's report stays valid for a few polling intervals; once it is older, the engine is no longer polled.
@@ -74,6 +75,7 @@ class LoadModel:
         self.fleet_rate: float | None = None
         # The cost of a token that is loaded back, by tier, in computed tokens.
         self.token_costs = TOKEN_COSTS
+        self.transfers = TransferRates()
         self.prompts = PromptLengths()
         # Running means over the requests that were placed: the tokens to prefill, and the length of the context.
         self._prefill_tokens = FIRST_PREFILL_TOKENS
@@ -203,6 +205,7 @@ class LoadModel:
         for worker in [worker for worker in self.rates if worker not in present]:
             del self.rates[worker]
         self.prompts.keep(present)
+        self.transfers.tick(now)
         by_model: dict[str, list[float]] = {}
         for worker, speed in self.rates.items():
             if speed.prefill_rate:

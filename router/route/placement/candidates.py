@@ -15,6 +15,8 @@ from kvrouter.router.index.matching.question import Hit, Question, filter_hits
 from kvrouter.router.model.workers.stream_state import StreamState
 
 DOWN = StreamState.DOWN.value
+# The reason why a draining worker takes no requests. It still lends blocks.
+DRAINING = "it is draining and takes no new requests until its state is set to active"
 # The number of refusals that one error names; a fleet has hundreds of workers.
 REFUSALS_SHOWN = 8
 

@@ -30,8 +30,9 @@ AFFINITY = "affinity"  # the session, or a prompt with the same beginning, was e
 TEMPERATURE = "temperature"
 POLICY = "policy"  # a policy other than kv
 MEMORY = "memory"  # its cache is written more often, so the blocks that the prompt pushes out are worth more
-TIER = "tier"  # loading it back would take longer than computing it elsewhere
-LOST_REASONS = (EXCLUSION, STATE, LOAD, AFFINITY, TEMPERATURE, POLICY, MEMORY, TIER)
+TIER = "tier"  # loading it back would take longer than computing or fetching it elsewhere
+PULL = "pull"  # the chosen worker fetches as much, so it is lost only if the blocks do not arrive
+LOST_REASONS = (EXCLUSION, STATE, LOAD, AFFINITY, TEMPERATURE, POLICY, MEMORY, TIER, PULL)
 
 
 class Comparison(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -73,7 +74,8 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     reason: str
     # The workers that were compared, or None where they are not kept.
     comparison: Comparison | None = None
-    # The worker's work on this prompt, and on those queued before it, in computed tokens.
+    # The worker's work on this prompt, and on those queued before it, in computed tokens. The time in which it waits for
+    # fetched blocks is no work.
     prefill_tokens: int = 0
     queued_tokens: int = 0
     # The longest hit of all workers that were compared.
@@ -113,20 +115,37 @@ def choose(hits: Sequence[Hit], context: ChoiceContext, rng: Random) -> Choice:
     costs = weigh(hits, context, longest)
     skipped = costs.skipped
     chosen = _pick(hits, costs, skipped, context, rng)
-    hit = hits[chosen]
+    pull = None
+    if (priced := costs.pulls.get(chosen)) is not None and context.lenders is not None:
+        pull = context.lenders.plan(hits[chosen], priced.pull)
     best = chosen if tokens[chosen] == longest else tokens.index(longest)
-    lost = "" if best == chosen else _loss(hits, best, chosen, skipped, context)
+    lost = "" if best == chosen else _loss(hits, best, chosen, skipped, pull, context)
     return Choice(
-        hit,
+        hits[chosen],
         None,
-        _reason(hits, costs, skipped, best, chosen, lost, context),
+        _reason(hits, costs, skipped, best, chosen, lost, pull, context),
         Comparison(hits, costs, chosen, context.pending),
-        int(costs.terms[chosen][0] + 0.5),
+        costs.computed_tokens(chosen),
         int(costs.terms[chosen][1] + 0.5),
         longest,
         lost,
         len(costs.saturated) == len(hits),
+        pull=pull,
     )
+
+
+def without_pull(choice: Choice, context: ChoiceContext) -> Choice:
+    """Return the choice of the same worker without its pull; the choice must have its comparison."""
+    comparison = choice.comparison
+    assert comparison is not None
+    hits, costs, chosen = comparison.hits, comparison.costs, comparison.chosen
+    skipped = costs.skipped
+    best = chosen
+    if choice.lost:
+        best = [hit.tokens for hit in hits].index(choice.best_hit_tokens)
+    lost = _loss(hits, best, chosen, skipped, None, context) if choice.lost else ""
+    reason = _reason(hits, costs, skipped, best, chosen, lost, None, context)
+    return msgspec.structs.replace(choice, reason=reason, lost=lost, pull=None)
 
 
 def _pick(hits: Sequence[Hit], costs: Costs, skipped: set[int], context: ChoiceContext, rng: Random) -> int:
@@ -145,7 +164,14 @@ def _pick(hits: Sequence[Hit], costs: Costs, skipped: set[int], context: ChoiceC
     return free[context.policy.pick(contest, rng)]
 
 
-def _loss(hits: Sequence[Hit], best: int, chosen: int, skipped: set[int], context: ChoiceContext) -> str:
+def _loss(
+    hits: Sequence[Hit],
+    best: int,
+    chosen: int,
+    skipped: set[int],
+    pull: PlannedPull | None,
+    context: ChoiceContext,
+) -> str:
     """Return the reason why the chosen worker was preferred to the one with the longest hit.
 
     Args:
@@ -153,8 +179,11 @@ def _loss(hits: Sequence[Hit], best: int, chosen: int, skipped: set[int], contex
         best: Place of the longest hit.
         chosen: Place of the chosen worker.
         skipped: Places of the saturated workers that get no prompt.
+        pull: The blocks that the chosen worker fetches.
         context: The context of the choice.
     """
+    if pull is not None and pull.tokens >= hits[best].tokens and context.policy is LEAST_COST:
+        return PULL
     if best in skipped:
         return LOAD
     if context.policy is not LEAST_COST:
@@ -181,6 +210,7 @@ def _reason(
     best: int,
     chosen: int,
     lost: str,
+    pull: PlannedPull | None,
     context: ChoiceContext,
 ) -> str:
     """Return the sentence that explains a choice to people."""
@@ -192,12 +222,16 @@ def _reason(
         text = "no reuse can be predicted, because the prompt's tokens are not known"
     elif tokens == 0:
         text = f"no worker holds a reusable prefix of the {whole}"
-        if hits[best].tokens:
+        if pull is not None:
+            text = f"holds none of the {whole}"
+        elif hits[best].tokens:
             text = f"computes all {whole}"
     elif hit.approximate:
         text = f"approximate: {tokens} of {whole} were sent there before"
     else:
         text = f"reuses {tokens} of {whole} ({_origins(hit.by_tier)})"
+    if pull is not None:
+        text += f"; fetches {pull.fetched_tokens} tokens from {printable(pull.source.route_name)}"
     if (coming := context.pending.get(hit.worker, 0)) > tokens:
         text += f"; {coming} tokens of it are being computed there"
     if lost:
@@ -236,6 +270,8 @@ def _but(lost: str, best: int, costs: Costs, skipped: set[int]) -> str:
         return "the choice was made by temperature sampling"
     if lost == MEMORY:
         return "what the prompt pushes out of its cache is worth more"
+    if lost == PULL:
+        return "costs more"
     if lost == TIER:
         return "would load them back more slowly than they are computed"
     return "the policy is not kv"

@@ -2,8 +2,10 @@
 cimport cython
 from libc.stdint cimport int64_t
 
+from kvrouter.router.route.placement.pull_prices cimport PullPrices
+
 @cython.locals(
-    i=cython.Py_ssize_t, t=cython.Py_ssize_t, deepest=cython.Py_ssize_t, by_tier=tuple, token_costs=tuple,
+    i=cython.Py_ssize_t, t=cython.Py_ssize_t, deepest=cython.Py_ssize_t, by_tier=tuple, token_costs=tuple, prices=PullPrices,
     num_tokens=int64_t, shared=int64_t, on_gpu=int64_t, reached=int64_t, coming=int64_t, loading=double, delay_share=double, mean_pressure=double, shared_copy=double, relief=double, usual_queued=double,
     decode=double, prefill=double, new=double, slowness=double, work=double, queued=double, copy=double, lasting=double,
     saved=double, delay=double, room=double, junction=double, bonus=double,

@@ -6,7 +6,8 @@
 The cost of a prompt is the work that it needs and waits for, the work that it makes others wait for, and the blocks
 that it pushes out of memory, less the savings of later prompts by its copy of a popular beginning.
 
-- prefill: the worker's work on this prompt before its first token, in tokens computed in the same time.
+- prefill: the worker's work on this prompt before its first token, in tokens computed in the same time. Where fetching
+  blocks from another worker costs less than computing them, it is the price of the fetch (`pull_prices.py`).
 - queued: the same for all prompts ahead of it there, minus the computed part of the current one.
 - decode: the time that running sequences take from prefill.
 - delay: how much longer later prompts wait, by the measured load of the fleet.
@@ -31,13 +32,16 @@ import msgspec
 from kvrouter.contract.choices import CostTerms
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.cache_writes import ModelWrites
+from kvrouter.router.index.matching.pull import Pull
 from kvrouter.router.index.matching.question import Hit
 from kvrouter.router.route.load.key_shares import KeyShare
 from kvrouter.router.route.load.load_table import WorkerLoad
 from kvrouter.router.route.load.session_affinity import SessionPlace
 from kvrouter.router.route.load.worker_load import Correction, LoadModel
 from kvrouter.router.route.placement.copies import NO_COPIES, Copies
+from kvrouter.router.route.placement.lenders import Lenders
 from kvrouter.router.route.placement.policies import LEAST_COST, Policy
+from kvrouter.router.route.placement.pull_prices import PricedPull, PullPrices
 
 # The cost that each context token of the sequences running at a worker adds to a new prompt, in tokens of prefill. The
 # prompt's chunks share their steps with the running sequences. A sequence of some thousand tokens takes 0.2 to 0.4 ms
@@ -102,6 +106,10 @@ class ChoiceContext(msgspec.Struct, frozen=True, gc=False):
     key_share: KeyShare | None = None
     # The number of prompts that are placed together; hits and `num_tokens` are their sums.
     num_prompts: int = 1
+    # The workers that lend blocks, None if nothing may be fetched for this prompt; and workers at which the request failed
+    # before, from which nothing is fetched.
+    lenders: Lenders | None = None
+    failed: frozenset[WorkerKey] = frozenset()
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -116,11 +124,16 @@ class Candidate(msgspec.Struct, frozen=True):
     saturated: bool
     # Tokens of the prompt that the worker is computing now.
     pending: int
+    # The blocks that the worker would fetch, or None if it would not.
+    pull: Pull | None = None
 
 
 # Tokens for one worker: first the work that the prompt needs and the work queued before it, both by a worker of usual
 # speed; then the terms of the cost: prefill, queued, decode, delay, room, copy, junction, session.
 Terms = tuple[float, float, float, float, float, float, float, float, float, float]
+
+
+NO_PULLS: Mapping[int, PricedPull] = {}
 
 
 class Costs(msgspec.Struct, frozen=True, gc=False):
@@ -133,6 +146,8 @@ class Costs(msgspec.Struct, frozen=True, gc=False):
     terms: list[Terms]
     # The places, among the hits, of saturated workers.
     saturated: set[int]
+    # By place among the hits, the pulls of the workers for which fetching costs less than computing.
+    pulls: Mapping[int, PricedPull] = NO_PULLS
 
     @property
     def skipped(self) -> set[int]:
@@ -154,7 +169,14 @@ class Costs(msgspec.Struct, frozen=True, gc=False):
     def candidate(self, i: int, hit: Hit, pending_tokens: int) -> Candidate:
         """Return the worker at this place as a candidate; `hit` is its hit."""
         parts = CostTerms(*map(round, self.terms[i][2:]))
-        return Candidate(hit, self.totals[i], parts.load, parts, i in self.saturated, pending_tokens)
+        priced = self.pulls.get(i)
+        pull = None if priced is None else priced.pull
+        return Candidate(hit, self.totals[i], parts.load, parts, i in self.saturated, pending_tokens, pull)
+
+    def computed_tokens(self, i: int) -> int:
+        """Return the worker's own work on the prompt at this place, without the time in which it waits for blocks."""
+        priced = self.pulls.get(i)
+        return int(self.terms[i][0] - (0.0 if priced is None else priced.transfer_tokens) + 0.5)
 
 
 def weigh(
@@ -187,6 +209,9 @@ def weigh(
         shared = min(copies.depth_tokens, max(longest, computed))
     shared_copy = copies.of(shared) if shared else 0.0
     queues, saturated = _queues(hits, context, loads, corrections)
+    lenders = context.lenders
+    prices: PullPrices | None = None
+    pulls: dict[int, PricedPull] = {}
     relief = -1.0
     costs: list[int] = []
     burdens: list[int] = []
@@ -199,8 +224,8 @@ def weigh(
         on_gpu, reached = by_tier[0], by_tier[deepest]
         prefill: float = num_tokens - reached
         new = num_tokens - on_gpu
+        loading = 0.0
         if reached != on_gpu:
-            loading = 0.0
             for t in range(deepest):
                 loading += (by_tier[t + 1] - by_tier[t]) * token_costs[t + 1]
             prefill += loading
@@ -211,9 +236,20 @@ def weigh(
         burdens.append(int(usual_queued + decode + 0.5))
         slowness = slow.get(worker, 1.0) if slow else 1.0
         work, queued = slowness * prefill, slowness * usual_queued
+        priced: PricedPull | None = None
+        if lenders is not None and hit.pulls:
+            if prices is None:
+                prices = PullPrices(lenders, weights, context.failed, worker.model, num_tokens, idle)
+            priced = prices.cheapest(hit, prefill, loading, slowness)
+            if priced is not None:
+                pulls[i] = priced
+                prefill = priced.prefill_tokens
+                work = slowness * prefill
         copy, lasting = 0.0, work
         if shared_copy and reached < shared:
             saved = slowness * (shared_copy - copies.of(reached) if reached else shared_copy)
+            if priced is not None:
+                saved -= slowness * _fetched_copy(copies, priced, reached, shared)
             if relief < 0:
                 relief = _shortest_queue(hits, queues, context, shared - copies.piece_tokens)
             # While a worker that has all of the shared part is idle, later prompts are better off there.
@@ -230,7 +266,8 @@ def weigh(
                 room *= key_share.price(worker)
         junction = bonus = 0.0
         if hit.full_attention > longest:
-            # The tokens that a checkpoint there would add to the reuse of the next prompt with this beginning.
+            # The tokens that a checkpoint there would add to the reuse of the next prompt with this beginning. Blocks that
+            # are fetched add no less.
             junction = (hit.full_attention - longest) * JUNCTION_SHARE
         if session is not None and session.worker == worker:
             # A worker without credit, or with a guess for a hit, may hold anything.
@@ -238,7 +275,22 @@ def weigh(
             bonus = min(session.tokens, prefill) * (SESSION_SHARE_KNOWN if known else SESSION_SHARE_BLIND)
         costs.append(floor(work + queued + decode + delay + room - copy - junction - bonus + 0.5))
         terms.append((prefill, usual_queued, work, queued, decode, delay, room, copy, junction, bonus))
-    return Costs(costs, burdens, terms, saturated)
+    return Costs(costs, burdens, terms, saturated, pulls or NO_PULLS)
+
+
+def _fetched_copy(copies: Copies, priced: PricedPull, reached: int, shared: int) -> float:
+    """Return the part of a copy's savings that later prompts do not have, because they could fetch the blocks as well.
+
+    Args:
+        copies: The savings of copies.
+        priced: The pull that brings the copy.
+        reached: The tokens of the prompt that the worker has.
+        shared: The tokens of the prompt that others share.
+    """
+    fetched = min(priced.pull.tokens, shared)
+    if fetched <= reached:
+        return 0.0
+    return (copies.of(fetched) - copies.of(reached)) * (1.0 - priced.token_cost)
 
 
 def _queues(

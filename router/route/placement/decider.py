@@ -43,6 +43,7 @@ from kvrouter.router.route.placement.choose import Choice, choose
 from kvrouter.router.route.placement.copies import NO_COPIES, copies_of
 from kvrouter.router.route.placement.cost import ChoiceContext
 from kvrouter.router.route.placement.expected_reuse import ExpectedReuse, ReuseShares
+from kvrouter.router.route.placement.lenders import Lenders
 from kvrouter.router.route.placement.lost_reuse import count_losses
 from kvrouter.router.route.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.route.placement.placement_request import PlacementRequest
@@ -147,6 +148,8 @@ class Decider:
         self._prefillers = prefillers
         self._policy = policy(config.policy, config.temperature)
         self._rules = SplitRules(config.remote_prefill_min_tokens, config.handover_token_cost)
+        self._lenders = Lenders(fleet, weights, unavailable)
+        self._pulls = config.peer_pulls == "on"
         self._sessions = SessionMemory()
         # Prefixes that a worker is computing, and prefixes on their way to a worker by a hand-over.
         self._pending = PendingPrefixes()
@@ -156,6 +159,10 @@ class Decider:
         self._pending_seed = rng.getrandbits(64)
         self._popular = PrefixPopularity()
         self._models: defaultdict[str, _ModelTraffic] = defaultdict(_ModelTraffic)
+
+    def apply(self, config: Config) -> None:
+        """Apply the settings that can change at run time."""
+        self._pulls = config.peer_pulls == "on"
 
     def decide(self, request: PlacementRequest, now: float, *, anyway: bool = False) -> tuple[Choice, PromptAhead]:
         """Choose a worker; return the choice, and the prompt in the form with which later prompts are compared.
@@ -260,6 +267,8 @@ class Decider:
             copies=copies,
             key_share=traffic.keys.share(request.fair_key),
             busy=traffic.busy.at_least(self._busy_now(question.model, len(writes.workers))),
+            lenders=self._lenders if self._pulls and _may_fetch(request) else None,
+            failed=question.exclude_workers,
         )
 
     def _pending_parts(self, question: Question, names: list[int], now: float) -> dict[WorkerKey, int]:
@@ -391,6 +400,19 @@ class Decider:
         if choice.expected is not None:
             self._shares.learn(choice.hit.worker.model, choice.expected, reused_tokens)
 
+    def fetched(self, choice: Choice, num_tokens: int, reused_tokens: int, seconds: float | None, now: float) -> None:
+        """Learn from the reuse that an engine reported for a prompt with a pull.
+
+        Args:
+            choice: The choice with the pull.
+            num_tokens: The length of the prompt.
+            reused_tokens: The tokens that the engine did not compute.
+            seconds: The time to the first token, None if it is not known.
+            now: The current time.
+        """
+        if choice.pull is not None:
+            self._lenders.learn(choice.hit, choice.pull, num_tokens, choice.queued_tokens, reused_tokens, seconds, now)
+
     # -- prompts under way
 
     def mark_pending(self, worker: WorkerKey, names: list[int], now: float) -> None:
@@ -416,6 +438,7 @@ class Decider:
 
     def expire(self, now: float) -> None:
         """Drop entries that are too old, and the traffic of models and workers that are gone."""
+        self._lenders.tick()
         self._sessions.expire(now)
         self._pending.expire(now)
         self._ahead.expire(now)
@@ -430,6 +453,12 @@ class Decider:
 
 def _takes_requests(worker: WorkerKey) -> None:
     """Return None, because the worker takes this request: no other worker can answer it."""
+
+
+def _may_fetch(request: PlacementRequest) -> bool:
+    """Return whether a worker may fetch blocks for the request: one sequence, whose prompt is known here as a whole."""
+    question = request.question
+    return not (question.parts or question.without_cache or request.is_owned) and request.sequences == 1
 
 
 def _furthest(first: Mapping[WorkerKey, int], second: Mapping[WorkerKey, int]) -> Mapping[WorkerKey, int]:

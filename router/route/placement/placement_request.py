@@ -12,6 +12,7 @@ from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.question import Hit, Question
 from kvrouter.router.route.placement.candidates import Pin
 from kvrouter.router.route.placement.choose import Choice
+from kvrouter.router.route.placement.planned_pull import PlannedPull
 
 # The largest max_tokens, which a trace can still hold. A request with a larger value has no limit.
 MAX_LIMIT_TOKENS = 2**63 - 1
@@ -221,6 +222,11 @@ class Placement:
     def sequences(self) -> int:
         """The number of sequences that the engine runs for this request."""
         return self.num_prompts * self.answers
+
+    @property
+    def pull(self) -> PlannedPull | None:
+        """The blocks that the worker is to fetch; None without any, or after the request moved to another worker."""
+        return self.choice.pull
 
     @property
     def expected_tokens(self) -> int:

@@ -139,6 +139,7 @@ class Placer:
     def apply(self, config: Config) -> None:
         """Apply the limits that can change at run time. Prompts that wait already keep their deadline."""
         self.weights.saturation_tokens = config.saturation_tokens
+        self._decider.apply(config)
         self._line.apply(config)
 
     def start(self) -> None:

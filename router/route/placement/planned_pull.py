@@ -24,6 +24,8 @@ class PlannedPull(msgspec.Struct, frozen=True, gc=False):
     fetched_tokens: int
     # Seconds within which the blocks must arrive; after that the engine computes the missing tokens.
     timeout_s: float
+    # The tokens that the source lent to other requests when the pull was planned. They are transferred before.
+    ahead_tokens: int = 0
 
     def source_params(self, kv_request_id: str) -> dict[str, object]:
         """Return the value of `remote_kv_source` that has the engine fetch the blocks.

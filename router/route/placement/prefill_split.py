@@ -18,7 +18,7 @@ import msgspec
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.question import Hit
-from kvrouter.router.route.placement.choose import Choice, choose
+from kvrouter.router.route.placement.choose import Choice, choose, without_pull
 from kvrouter.router.route.placement.cost import ChoiceContext, weigh
 
 # The fixed cost of a hand-over besides the transfer, in tokens that could be computed meanwhile: a second request over
@@ -79,12 +79,12 @@ def with_prefill(
     """
     hit, num_tokens = choice.hit, context.num_tokens
     costs_here = weigh((hit,), context, hit.tokens)
-    alone_tokens = costs_here.terms[0][0]
-    choice = msgspec.structs.replace(choice, prefill_tokens=round(alone_tokens))
+    alone_tokens = costs_here.computed_tokens(0)
+    choice = msgspec.structs.replace(choice, prefill_tokens=alone_tokens)
     if alone_tokens < rules.min_tokens:
         return choice, PrefillOutcome.SHORT
     # The session counts for the worker that decodes, so it is left out here.
-    prefill = choose(prefillers, msgspec.structs.replace(context, session=None), rng)
+    prefill = choose(prefillers, msgspec.structs.replace(context, session=None, lenders=None), rng)
     if prefill.all_saturated:
         return choice, PrefillOutcome.SATURATED
     sent_tokens = num_tokens - max(hit.on_gpu, arriving.get(hit.worker, 0))
@@ -96,6 +96,10 @@ def with_prefill(
     cost_here = here_parts.prefill * (1 + running) + here_parts.load
     if cost_there >= cost_here:
         return choice, PrefillOutcome.CHEAPER_HERE
+    if choice.pull is not None:
+        # The decode worker receives its blocks from the prefill worker, and a request names one source.
+        choice = without_pull(choice, context)
+        alone_tokens = weigh((hit,), msgspec.structs.replace(context, lenders=None), hit.tokens).computed_tokens(0)
     text = (
         f"{choice.reason}; computed at {printable(prefill.hit.worker.route_name)} and handed over: a cost of {cost_there:.0f} "
         f"tokens in place of {cost_here:.0f}"
@@ -107,7 +111,7 @@ def with_prefill(
             prefill=prefill,
             # The work that is left for the decode worker before its first token.
             prefill_tokens=round(rules.token_cost * sent_tokens),
-            alone_tokens=round(alone_tokens),
+            alone_tokens=alone_tokens,
         ),
         PrefillOutcome.REMOTE,
     )

@@ -91,9 +91,20 @@ class Reservations:
 
     def _count(self, reservation_id: str, choice: Choice, decode_tokens: int, now: float, sequences: int = 1) -> None:
         """Reserve load at the chosen worker, and forget the placements dropped for it."""
-        dropped = self._table.reserve(
-            reservation_id, choice.hit.worker, choice.prefill_tokens, decode_tokens, now, sequences
-        )
+        worker, pull = choice.hit.worker, choice.pull
+        if pull is None:
+            dropped = self._table.reserve(reservation_id, worker, choice.prefill_tokens, decode_tokens, now, sequences)
+        else:
+            dropped = self._table.reserve(
+                reservation_id,
+                worker,
+                choice.prefill_tokens,
+                decode_tokens,
+                now,
+                sequences,
+                pull.source,
+                pull.fetched_tokens,
+            )
         self._forget(dropped, "no_room")
         self._metrics.reservations.inc()
 
@@ -179,7 +190,8 @@ class Reservations:
         if placement.prefilled_at is None:
             prefill_tokens = placement.num_tokens - hit.tokens
             placement.predicted_tokens = hit.tokens
-        placement.choice = msgspec.structs.replace(placement.choice, hit=hit, prefill_tokens=prefill_tokens)
+        # The pull was planned for the chosen worker.
+        placement.choice = msgspec.structs.replace(placement.choice, hit=hit, prefill_tokens=prefill_tokens, pull=None)
         placement.worker, placement.has_moved = hit.worker, True
         self._count(placement.selection_id, placement.choice, placement.decode_tokens, now, placement.sequences)
         self._decider.mark_pending(hit.worker, placement.names, now)
@@ -213,8 +225,14 @@ class Reservations:
 
     def reused(self, placement: Placement, tokens: int) -> None:
         """Learn from the reuse that the engine reported, if the prompt was computed where it was placed."""
-        if not placement.has_moved and placement.prefilled_at is None:
+        if placement.has_moved or placement.prefilled_at is not None:
+            return
+        if placement.pull is None:
             self._decider.reused(placement.choice, tokens)
+        else:
+            first_s = placement.first_token_s
+            seconds = None if first_s is None else first_s - placement.placed_s
+            self._decider.fetched(placement.choice, placement.num_tokens, tokens, seconds, self._clock())
 
     def _computed(self, placement: Placement) -> None:
         """Count the prompt's length, or the mean length of several, at the worker that computed it."""
@@ -231,8 +249,10 @@ class Reservations:
         """
         hit = choice.hit
         computed_tokens = num_tokens - hit.tokens
-        # If similar prompts were being computed there, or a tier behind the measured one was read, the time is not that
-        # of the prompt's own tokens.
+        # If similar prompts were being computed there, a tier behind the measured one was read, or blocks were fetched, the
+        # time is not that of the prompt's own tokens.
+        if choice.pull is not None:
+            return
         if hit.state != LIVE or hit.approximate or hit.tokens > hit.by_tier[MEASURED]:
             return
         if choice.prefill_tokens >= computed_tokens:

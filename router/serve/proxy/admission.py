@@ -16,11 +16,10 @@ from kvrouter.router.index.matching.matcher import WorkerView
 from kvrouter.router.model.upstream.connection import Connection
 from kvrouter.router.model.upstream.failure import Failure, Kind
 from kvrouter.router.model.workers.stream_state import StreamState
+from kvrouter.router.route.placement.candidates import DRAINING
 from kvrouter.router.serve.proxy.circuit_breaker import Breaker, BreakerState
 from kvrouter.router.serve.proxy.proxy_metrics import ProxyMetrics
 from kvrouter.router.serve.proxy.refused_requests import FIRST_ERROR, FIRST_SERVER_ERROR, RefusedRequests
-
-DRAINING = "it is draining and takes no new requests until its state is set to active"
 
 log = logging.getLogger("kvrouter.proxy")
 
