@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from kvrouter.contract import fields
 from kvrouter.contract.choices import CandidateReply, PullReply, count_of_one
@@ -52,7 +52,10 @@ class Outcome(msgspec.Struct, frozen=True, gc=False):
         ),
     ]
     delivered_tokens: Annotated[
-        int | None, Meta(description="tokens that the engine reported as reused; null: it did not report them")
+        int | None,
+        Meta(
+            description="tokens that the engine reported as reused, without fetched_tokens; null: it did not report them"
+        ),
     ]
     prompt_tokens: Annotated[
         int | None, Meta(description="tokens of the prompt, or of all prompts of a list, as the engine reports them")
@@ -71,6 +74,13 @@ class Outcome(msgspec.Struct, frozen=True, gc=False):
             "broke off; not clients that hung up, and not an attempt after which another worker got the request"
         ),
     ] = False
+    fetched_tokens: Annotated[
+        int | UnsetType,
+        Meta(
+            description="tokens that the engine reported as reused beyond its own tiers, because it fetched them from the "
+            "source that the request named; absent: it named none, or they are not known"
+        ),
+    ] = UNSET
 
 
 class DecidedPrefill(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

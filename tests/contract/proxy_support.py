@@ -41,6 +41,7 @@ from kvrouter.router.route.owners.response_owners import EngineSign, ResponseOwn
 from kvrouter.router.route.placement.candidates import Pin
 from kvrouter.router.route.placement.placement_request import PlacementRequest
 from kvrouter.router.route.placement.placer import Placer
+from kvrouter.router.route.placement.planned_pull import PlannedPull
 from kvrouter.router.route.tokens.client_body import ClientBody
 from kvrouter.router.route.tokens.prompt_tokens import Prompt
 from kvrouter.router.serve.access.access import Access
@@ -97,6 +98,7 @@ class Placed:
             reason="first fit",
             lost="",
             comparison=None,
+            pull=None,
         )
         self.num_tokens = num_tokens
         self.sequences = 1
@@ -135,6 +137,8 @@ class FirstFit:
         self._core = core
         self._unavailable = unavailable
         self.requests: list[PlacementRequest] = []
+        # The pull of each worker's choices, by its id, where the request may name a source.
+        self.pulls: dict[str, PlannedPull] = {}
         self.placed: list[Placed] = []
 
     async def place(self, request: PlacementRequest) -> Placed:
@@ -156,6 +160,8 @@ class FirstFit:
                 reused = (question.num_tokens - 1) // 16 * 16
                 hit = Hit(worker, all_on_gpu(reused), "live")
                 self.placed.append(Placed(hit, registration.url, question.num_tokens))
+                if request.may_pull:
+                    self.placed[-1].choice.pull = self.pulls.get(worker.worker_id)
                 return self.placed[-1]
         raise NoWorker(f"no worker can take it: {why}")
 
@@ -244,6 +250,7 @@ class ProxyServer:
             engine_key=self.engine_key,
             has_own_key=config.api_key is not None,
             shows_hits=config.predicted_hit_header == "on",
+            trusts_sources=config.trust_client_kv_sources == "on",
         )
         access = Access(LiveSettings(config), self.metrics.http.access, clock=time.monotonic, wall_clock=time.time)
         app = build_api(

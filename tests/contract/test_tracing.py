@@ -17,10 +17,12 @@ import pytest
 
 from kvrouter.contract.tiers import all_on_gpu
 from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.question import Hit
 from kvrouter.router.model.config.settings import Config
 from kvrouter.router.observe.quality import tracing
 from kvrouter.router.observe.quality.tracing import traces_url
+from kvrouter.router.route.placement.planned_pull import PlannedPull
 from tests.contract.proxy_support import CHAT, COMPLETIONS, fleet, until
 from tests.support.collector import Collector, Seen
 from tests.support.scripted_engine import Asked, ScriptedEngine, hang, plain, reset, stream
@@ -98,6 +100,21 @@ def test_a_request_is_a_trace_from_the_client_to_the_engine() -> None:
         assert abs(root.start - time.time_ns()) < 3_600e9
         assert collector.paths == {"/v1/traces"}
         until(lambda: router.sample("trace_spans_total", outcome="exported") == 4, "they are counted")
+
+
+def test_a_trace_names_the_source_of_fetched_blocks() -> None:
+    pull = PlannedPull(WorkerKey("m", "w9"), "10.0.0.9", 5710, 98, 2, 0.25)
+    usage = USAGE | {"prompt_tokens_details": {"cached_tokens": 97}}
+    answer = plain(json.dumps({"usage": usage}).encode())
+    with Collector() as collector, fleet(answer, otlp_endpoint=collector.url) as (router, _):
+        router.placer.pulls["w0"] = pull
+        router.post(COMPLETIONS, TOKENS)
+        spans = collector.trace(lambda named: len(named) == 4)
+        planned = {"kvrouter.kv_source": "w9", "kvrouter.predicted_peer_tokens": 2}
+        delivered = {"kvrouter.delivered_peer_tokens": 1, "gen_ai.usage.cache_read.input_tokens": 97}
+        assert spans["choose"].attributes.items() >= planned.items()
+        for name in (f"POST {COMPLETIONS}", f"engine {COMPLETIONS}"):
+            assert spans[name].attributes.items() >= (planned | delivered).items()
 
 
 def test_each_attempt_is_a_span() -> None:

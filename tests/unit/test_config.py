@@ -40,7 +40,8 @@ def test_the_settings_are_few_and_each_says_what_it_takes() -> None:
     # 67: salts made by the router need a secret, who names tenants, and what becomes of clients' own salts, and only the
     # operator knows each (cache_salt_secret_file, tenant_header, client_salts).
     # 68: pulls between workers may harm a network, and only the operator can tell (peer_pulls).
-    assert len(FIELDS) <= 68
+    # 69: whether clients may point engines at other engines is the operator's decision (trust_client_kv_sources).
+    assert len(FIELDS) <= 69
     assert all(describe(name) for name in FIELDS)
 
 
@@ -81,6 +82,7 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
         "worker_api_key": "e",
         "worker_api_keys_file": "/etc/kvr/engines.yaml",
         "predicted_hit_header": "off",
+        "trust_client_kv_sources": "on",
         "log_level": "debug",
         "log_format": "json",
         "access_log": "on",

@@ -18,7 +18,7 @@ from kvrouter.router.base.telemetry.metric_registry import MAX_WORKER_LABEL_CHAR
 from kvrouter.router.follow.streams.stream_metrics import RESYNCS
 from kvrouter.router.model.upstream.failure import Kind
 from kvrouter.router.model.workers.stream_state import StreamState
-from kvrouter.router.observe.quality.prediction_judge import PredictionOutcome
+from kvrouter.router.observe.quality.prediction_judge import PredictionOutcome, PullOutcome
 from kvrouter.router.serve.proxy.circuit_breaker import BreakerState
 from kvrouter.router.serve.proxy.proxy_metrics import ANSWER_OUTCOMES
 from tests.support.metric_labels import label_names
@@ -33,6 +33,7 @@ FURTHER_LABELS: dict[str, list[tuple[object]]] = {
     "kvrouter_proxy_failures": list(zip(Kind)),
     "kvrouter_proxy_breaker_state": list(zip(BreakerState)),
     "kvrouter_predictions": list(zip(PredictionOutcome)),
+    "kvrouter_peer_pulls": list(zip(PullOutcome)),
 }
 WORKER, NAMESAKE = WorkerKey("m", "w0"), WorkerKey("n", "w0")
 # Both workers have the same labels.

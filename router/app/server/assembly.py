@@ -444,6 +444,7 @@ class Assembly:
             engine_key=self._engine_key,
             has_own_key=access.keys is not None,
             shows_hits=self._config.predicted_hit_header == "on",
+            trusts_sources=self._config.trust_client_kv_sources == "on",
         )
         self._stack.callback(proxy.close)
         return proxy

@@ -230,6 +230,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             le=100_000.0,
         ),
     ] = 100.0
+    # An engine connects to the address that a request names, so only the operator can allow clients to name one.
+    trust_client_kv_sources: Annotated[
+        Switch,
+        setting(
+            "on or off: whether clients may name the engine from which another one fetches blocks (kv_transfer_params."
+            "remote_kv_source and its like, kv_hints); off: these fields are removed"
+        ),
+    ] = "off"
     # If this router has an API key, a client's Authorization header is for the router; otherwise it is passed on to the
     # engine.
     worker_api_key: Annotated[

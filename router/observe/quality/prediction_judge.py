@@ -73,6 +73,46 @@ def outcome_of(predicted: int, delivered: int) -> PredictionOutcome:
     return PredictionOutcome.LESS if delivered < predicted else PredictionOutcome.MORE
 
 
+class SplitReuse(NamedTuple):
+    """The reuse that an engine reported for a request that named a source, in tokens."""
+
+    # The tokens of the engine's own tiers: as predicted, unless fewer were reused, or more than source and tiers explain.
+    local: int
+    fetched: int
+
+
+def split_reuse(reported: int, predicted: int, with_pull: int) -> SplitReuse:
+    """Divide a reported reuse into what the engine held and what it fetched.
+
+    An engine reports one number for both. A fetch that brings less than was planned says nothing about the engine's own
+    tiers, so all between the two predictions counts as fetched.
+
+    Args:
+        reported: The reuse that the engine reports.
+        predicted: The predicted hit in the engine's own tiers.
+        with_pull: The predicted reuse if all blocks arrive.
+    """
+    fetched = max(0, min(reported, with_pull) - predicted)
+    return SplitReuse(reported - fetched, fetched)
+
+
+class PullOutcome(StrEnum):
+    """The result of a pull, by what the engine reports as reused."""
+
+    WHOLE = "whole"
+    PARTIAL = "partial"
+    NONE = "none"
+    # The engine did not report what it reused, or its report is about something else.
+    UNKNOWN = "unknown"
+
+
+def pull_outcome(predicted: int, delivered: int) -> PullOutcome:
+    """Return whether all, some or none of the tokens that were to be fetched were."""
+    if delivered >= predicted:
+        return PullOutcome.WHOLE
+    return PullOutcome.PARTIAL if delivered else PullOutcome.NONE
+
+
 class PredictionJudge:
     """The last predictions above zero for one engine process, and their results."""
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from kvrouter.router.base.telemetry.metric_registry import MODEL, WORKER, MetricRegistry
-from kvrouter.router.observe.quality.prediction_judge import PredictionOutcome
+from kvrouter.router.observe.quality.prediction_judge import PredictionOutcome, PullOutcome
 
 # From a cached prompt on a small model to a queue of minutes.
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -94,6 +94,19 @@ class QualityMetrics:
         )
         self.over_credit = counter("over_credit_tokens_total", "Tokens predicted and not reused", WORKER)
         self.under_credit = counter("under_credit_tokens_total", "Tokens reused and not predicted", WORKER)
+        # Workers that fetch nothing have none of these series.
+        self.pulls = registry.worker_counters(
+            "peer_pulls_total",
+            "Answered requests that named a source of blocks, by what the engine reused of it",
+            outcome=PullOutcome,
+        )
+        self.peer_tokens_predicted = registry.worker_counter(
+            "peer_tokens_predicted_total", "Tokens that were to be fetched from a source, of judged requests"
+        )
+        self.peer_tokens_delivered = registry.worker_counter(
+            "peer_tokens_delivered_total",
+            "Tokens that engines say were reused beyond their own tiers, of the same requests",
+        )
         self.error = histogram(
             "prediction_error_tokens", "Reused less predicted, of each judged request", ERROR_BUCKETS_TOKENS, MODEL
         )

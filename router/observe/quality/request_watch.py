@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from msgspec import UNSET
+
 from kvrouter.contract.decisions import Outcome
 from kvrouter.contract.worker_status import ReuseStatus
 from kvrouter.router.base.common.escaping import printable
@@ -26,13 +28,17 @@ from kvrouter.router.observe.quality.prediction_judge import (
     DoubtKind,
     PredictionJudge,
     PredictionOutcome,
+    PullOutcome,
     outcome_of,
+    pull_outcome,
+    split_reuse,
 )
 from kvrouter.router.observe.quality.quality_metrics import QualityMetrics, WorkerQualityMetrics
-from kvrouter.router.observe.quality.reuse_report import ReuseReport
+from kvrouter.router.observe.quality.reuse_report import PullReport, ReuseReport
 from kvrouter.router.observe.quality.usage_reader import Usage
 from kvrouter.router.route.load.traffic_sums import NO_MODEL, TrafficSums
 from kvrouter.router.route.placement.placement_request import Placement, PlacementRequest
+from kvrouter.router.route.placement.planned_pull import PlannedPull
 from kvrouter.router.route.tokens.proxied_paths import INFERENCE_PATHS, PROXIED, USAGE_KEY
 
 if TYPE_CHECKING:
@@ -167,6 +173,7 @@ class RequestWatch:
         "_path",
         "_placement",
         "_predicted",
+        "_pull",
         "_quality",
         "_question",
         "_report",
@@ -204,6 +211,8 @@ class RequestWatch:
         # The prompts of a list; None for one prompt.
         self._list: Question | None = None
         self._placement: Placement | None = None
+        # The pull that the request to the worker names, or None.
+        self._pull: PlannedPull | None = None
         # The engine's life in which the worker was chosen, as the judge counts them.
         self._life = 0
         self._flight: Flight | None = None
@@ -234,6 +243,7 @@ class RequestWatch:
     def placed(self, placement: Placement) -> None:
         """Report that a worker was chosen."""
         self._placement = placement
+        self._pull = None
         placement.is_watched = True
         self._life = self._quality.of(placement.worker).life
         if self._quality.decisions is not None:
@@ -251,6 +261,10 @@ class RequestWatch:
         if self._trace is None:
             return headers
         return self._trace.sending(worker, host, port, headers, self._quality.clock())
+
+    def pulling(self, pull: PlannedPull) -> None:
+        """Report that the next request to the chosen worker names the source of a pull."""
+        self._pull = pull
 
     def failed(self, kind: str, text: str) -> None:
         """Report that the request to the worker failed; another attempt or the end follows.
@@ -379,6 +393,7 @@ class RequestWatch:
                 report.expected,
                 status or None,
                 failed,
+                UNSET if report.pull is None or report.pull.delivered is None else report.pull.delivered,
             )
         decisions.end(placement.selection_id, result)
 
@@ -398,8 +413,14 @@ class RequestWatch:
             judge = self._quality.of(placement.worker)
             same_life = judge.life == self._life
             delivered = judge.delivered_of(usage.cached_tokens, predicted) if same_life else usage.cached_tokens
+        pull = None
+        if self._pull is not None:
+            planned, fetched = self._pull, None
+            if predicted is not None and delivered is not None:
+                delivered, fetched = split_reuse(delivered, predicted, planned.tokens)
+            pull = PullReport(planned.source, max(0, planned.tokens - placement.predicted_tokens), fetched)
         ttft_s = tap.first_s - self._began_s if self._streams and tap.first_s is not None else None
-        return ReuseReport(predicted, delivered, usage, ttft_s, self._quality.clock() - self._began_s, expected)
+        return ReuseReport(predicted, delivered, usage, ttft_s, self._quality.clock() - self._began_s, expected, pull)
 
     def _reported_prediction(self, placement: Placement) -> int | None:
         """Return the prediction for what the engine reports as reused; None if there is none that can be compared."""
@@ -438,7 +459,7 @@ class RequestWatch:
 
     def _count_prompt(self, report: ReuseReport, placement: Placement) -> None:
         """Count the prompt of a complete answer, and those of its tokens that were not computed."""
-        reused_tokens, usage = report.delivered, report.usage
+        reused_tokens, usage = report.reused, report.usage
         names: Sequence[int] = placement.names
         if placement.sequences > 1:
             # The report covers one prompt or one answer, so the prediction stands for the others.
@@ -458,6 +479,15 @@ class RequestWatch:
             max(0, reused_tokens),
         )
 
+    def _count_pull(self, pull: PullReport, placement: Placement) -> None:
+        measures, worker = self._quality.measures, placement.worker
+        if pull.delivered is None:
+            measures.pulls(worker)(PullOutcome.UNKNOWN).inc()
+            return
+        measures.pulls(worker)(pull_outcome(pull.predicted, pull.delivered)).inc()
+        measures.peer_tokens_predicted(worker).inc(pull.predicted)
+        measures.peer_tokens_delivered(worker).inc(pull.delivered)
+
     def _judge(self, report: ReuseReport, tap: AnswerTap, placement: Placement, metrics: WorkerQualityMetrics) -> None:
         quality, measures = self._quality, self._quality.measures
         judge = quality.of(placement.worker)
@@ -468,6 +498,8 @@ class RequestWatch:
                 judge.counted(placement.num_tokens, report.usage.prompt_tokens)
             if report.usage.prompt_tokens != placement.num_tokens:
                 measures.length_mismatches(placement.worker).inc()
+        if report.pull is not None:
+            self._count_pull(report.pull, placement)
         if report.predicted is None or report.expected is None or report.delivered is None:
             metrics.outcomes[PredictionOutcome.UNJUDGED].inc()
             reason = "several" if placement.sequences > 1 else _unjudged_reason(report, tap)
@@ -488,9 +520,14 @@ class RequestWatch:
         sums.delivered_tokens += report.delivered
         errors = measures.errors_of(placement.worker.model)
         errors.prediction.observe(error)
-        errors.expectation.observe(report.delivered - report.expected)
+        # What a source adds makes the expectation a range.
+        most = (
+            report.expected if report.pull is None else max(report.expected, report.predicted + report.pull.predicted)
+        )
+        errors.expectation.observe(error_of(report.delivered + report.fetched, report.expected, most))
         (metrics.under if error > 0 else metrics.over).inc(abs(error))
-        if same_life:
+        if same_life and report.pull is None:
+            # With a pull, the report does not show what the prompts ahead have added.
             placement.reused(report.delivered)
         hit = placement.choice.hit
         if same_life and not hit.approximate:
@@ -499,6 +536,11 @@ class RequestWatch:
             judge.judge(report.predicted, report.delivered, alone=is_alone)
             if report.delivered and is_alone and hit.state == StreamState.LIVE and not hit.reason:
                 judge.reused(report.predicted, has_salt=self._has_salt)
+
+
+def error_of(tokens: int, least: int, most: int) -> int:
+    """Return how far a number of tokens is below or above a range; 0 within it."""
+    return min(0, tokens - least) + max(0, tokens - most)
 
 
 def _unjudged_reason(report: ReuseReport, tap: AnswerTap) -> str:

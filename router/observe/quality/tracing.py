@@ -255,6 +255,9 @@ class RequestTrace:
         }
         if choice.lost:
             attributes["kvrouter.lost"] = choice.lost
+        if choice.pull is not None:
+            attributes["kvrouter.kv_source"] = choice.pull.source.route_name
+            attributes["kvrouter.predicted_peer_tokens"] = max(0, choice.pull.tokens - choice.hit.tokens)
         self._child("choose", chosen_s, now, attributes)
         self._step_s = now
 
@@ -343,8 +346,13 @@ def _usage(report: ReuseReport) -> Attributes:
     attributes: Attributes = {}
     if report.predicted is not None:
         attributes["kvrouter.predicted_tokens"] = report.predicted
-    if report.delivered is not None:
-        attributes["gen_ai.usage.cache_read.input_tokens"] = report.delivered
+    if report.reused is not None:
+        attributes["gen_ai.usage.cache_read.input_tokens"] = report.reused
+    if report.pull is not None:
+        attributes["kvrouter.kv_source"] = report.pull.source.route_name
+        attributes["kvrouter.predicted_peer_tokens"] = report.pull.predicted
+        if report.pull.delivered is not None:
+            attributes["kvrouter.delivered_peer_tokens"] = report.pull.delivered
     if report.usage is not None:
         attributes["gen_ai.usage.input_tokens"] = report.usage.prompt_tokens
         if report.usage.completion_tokens is not None:

@@ -35,6 +35,8 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     selection_id: str | None = None
     # Whether another worker may compute the prompt for the one that decodes it.
     may_hand_over: bool = True
+    # Whether the request can name a source, from which the engine fetches the prompt's blocks.
+    may_pull: bool = True
     # Whether the request will not be sent where it is placed, so that later choices must not count on it.
     dry_run: bool = False
     # Whether the placement's choice keeps the workers that were compared.

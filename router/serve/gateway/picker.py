@@ -26,6 +26,7 @@ from kvrouter.router.base.common.errors import (
 )
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.model.workers.engine_answers import bracketed
 from kvrouter.router.observe.quality.request_watch import CLIENT_GONE, Quality
 from kvrouter.router.route.placement.placement_request import Placement, PlacementRequest
 from kvrouter.router.route.placement.placer import Placer
@@ -43,7 +44,7 @@ from kvrouter.router.serve.proxy.attempts import AttemptsSpent
 from kvrouter.router.serve.proxy.body_decoding import BodyDecoding
 from kvrouter.router.serve.proxy.kv_transfer_params import can_be_handed_over
 from kvrouter.router.serve.proxy.prefill_leg import Given, excluding
-from kvrouter.router.serve.proxy.proxy import Proxy
+from kvrouter.router.serve.proxy.proxy import Proxy, pull_of, sourced_body
 from kvrouter.router.serve.proxy.request_reader import Request
 from kvrouter.router.serve.proxy.worker_addresses import Addresses
 
@@ -239,6 +240,8 @@ class Picker:
         )
         placement_request = msgspec.structs.replace(
             placement_request,
+            # An engine reads the source from the body alone.
+            may_pull=placement_request.may_pull and not question.is_guess,
             keeps_comparison=self._fallbacks > 0 and placement_request.pinned is None,
             may_hand_over=may_hand_over,
         )
@@ -286,6 +289,9 @@ class Picker:
         if comparison is not None:
             # A few more than needed, because some may be behind the same endpoint.
             others = [comparison.hits[index] for index in comparison.best(1 + 2 * self._fallbacks)[1:]]
+            if (pull := pull_of(placement)) is not None:
+                # All endpoints get the same request, and no engine can fetch from itself.
+                others = [hit for hit in others if hit.worker != pull.source]
             placement.choice = placement.choice.alone()
         return destination(placement.choice.hit, others, endpoints, addresses, self._fallbacks)
 
@@ -310,7 +316,12 @@ class Picker:
         sent = request.watch.sending(worker, target.host, target.port, request.headers)
         if sent is not client.headers:
             headers += [header for header in sent if header not in client.headers]
-        body = given.body if given.body is not client.body else None
+        body: bytes | None = given.body
+        if (pull := pull_of(placement)) is not None:
+            body = sourced_body(request, given.body, pull, placement)
+            headers.append((h.KV_SOURCE, h.named_in_header(f"{bracketed(pull.host)}:{pull.port}").encode()))
+        elif body is client.body:
+            body = None
         question = placement_request.question
         predicted = not question.is_blind and not question.is_guess and self._proxy.shows_hits
         observer = PickedRequest(

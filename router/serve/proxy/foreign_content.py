@@ -21,6 +21,7 @@ from kvrouter.router.route.tokens.client_body import TOO_LONG, check_elements, i
 # Blocks at another engine, by vLLM's and SGLang's names; and media by their hashes, in `/inference/v1/generate`.
 TRANSFER_FIELDS = (
     *("kv_transfer_params", "ec_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room"),
+    "kv_hints",
     "features",
 )
 # Fields in which vLLM takes the same as arguments of an extension.

@@ -32,6 +32,9 @@ PREDICTED_HIT = b"x-kvrouter-predicted-hit"
 RETRIED = b"x-kvrouter-retried"
 PREFILL_WORKER = b"x-kvrouter-prefill-worker"
 
+# A header of the picker's request: the engine from which the picked one fetches blocks, as host:port.
+KV_SOURCE = b"x-kvrouter-kv-source"
+
 # Headers that name the prefill worker to a decode worker's sidecar, as host:port; the second is the sidecar's older
 # name for it. Only the router may send them, because a sidecar connects wherever they point. Source:
 # llm-d-routing-sidecar internal/proxy/chat_completions.go.

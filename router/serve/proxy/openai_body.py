@@ -8,8 +8,8 @@ type: the engine reports invalid ones.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -71,6 +71,9 @@ def answers_of(value: Any) -> int:
     return value if valid else 1
 
 
+# New values of a body's fields: a text, or a value in JSON; None removes the field.
+Changes: TypeAlias = dict[str, "str | msgspec.Raw | None"]
+
 FIELDS = OpenAIBody.__struct_fields__
 # The beginnings of escape sequences for ASCII letters. No encoder writes letters in this way, but a client may.
 ESCAPED_LETTERS = (rb"\u004", rb"\u005", rb"\u006", rb"\u007")
@@ -112,12 +115,27 @@ def repeated_field(raw: bytes, names: Collection[str]) -> str | None:
     return next((name for name in names if seen.count(name) > 1), None)
 
 
-def with_fields(raw: bytes, changes: dict[str, str]) -> bytes:
-    """Return the JSON object with these fields set; every other value keeps its bytes, unless only Python can read it."""
+def with_fields(raw: bytes, changes: Mapping[str, str | msgspec.Raw | None]) -> bytes:
+    """Return the JSON object with these changes; every other value keeps its bytes, unless only Python can read it."""
     try:
         fields = _fields.decode(raw)
     except (msgspec.MsgspecError, ValueError):
-        return json.dumps(json.loads(raw) | changes).encode()
+        decoded = json.loads(raw)
+        for name, value in changes.items():
+            decoded[name] = json.loads(bytes(value)) if isinstance(value, msgspec.Raw) else value
+        removed = {name for name, value in changes.items() if value is None}
+        return json.dumps({name: value for name, value in decoded.items() if name not in removed}).encode()
     for name, value in changes.items():
-        fields[name] = msgspec.Raw(msgspec.json.encode(value))
+        if value is None:
+            del fields[name]
+        else:
+            fields[name] = value if isinstance(value, msgspec.Raw) else msgspec.Raw(msgspec.json.encode(value))
     return msgspec.json.encode(fields)
+
+
+def changed_body(body: ClientBody, changes: Changes) -> ClientBody:
+    """Return the body with other values of its fields; its `raw` stays the client's."""
+    fields = {name: value for name, value in body.fields.items() if name not in changes}
+    return msgspec.structs.replace(
+        body, fields=fields | {n: v for n, v in changes.items() if isinstance(v, msgspec.Raw)}
+    )

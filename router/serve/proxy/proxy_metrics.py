@@ -8,6 +8,7 @@ from functools import cache
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.model.upstream.failure import Kind
 from kvrouter.router.serve.proxy.circuit_breaker import BreakerState
+from kvrouter.router.serve.proxy.kv_source import REMOVED_FIELDS
 
 # The outcomes of a request that say something about a worker.
 ANSWER_OUTCOMES = ("ok", "client_error", "server_error")
@@ -53,4 +54,9 @@ class ProxyMetrics:
         )
         self.handovers = registry.counters(
             "handovers_total", "Prompts sent to a prefill worker first, by what came of it", outcome=HANDOVER_OUTCOMES
+        )
+        self.removed_sources = registry.counters(
+            "client_kv_sources_removed_total",
+            "Fields by which clients named an engine to fetch blocks from, and which were removed",
+            field=REMOVED_FIELDS,
         )

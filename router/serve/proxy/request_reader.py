@@ -43,8 +43,16 @@ from kvrouter.router.serve.proxy.attempts import Attempts
 from kvrouter.router.serve.proxy.downstream import ClientRequest
 from kvrouter.router.serve.proxy.foreign_content import check_content
 from kvrouter.router.serve.proxy.form_body import read_form_model
+from kvrouter.router.serve.proxy.kv_source import ClientSources, may_name_source, may_pull, without_sources
 from kvrouter.router.serve.proxy.kv_transfer_params import is_received
-from kvrouter.router.serve.proxy.openai_body import OpenAIBody, openai_body, repeated_field, with_fields
+from kvrouter.router.serve.proxy.openai_body import (
+    Changes,
+    OpenAIBody,
+    changed_body,
+    openai_body,
+    repeated_field,
+    with_fields,
+)
 
 # SGLang's other name of an adapter, besides `model`.
 ADAPTER_FIELD = "lora_path"
@@ -114,6 +122,7 @@ class RequestReader:
         takes_salt: Callable[[str, str], bool],
         authorization: Callable[[h.Headers], bytes | None],
         owners: ResponseOwners,
+        sources: ClientSources,
     ) -> None:
         self._tokens = tokens
         # Returns the model that a request's `model` means.
@@ -125,6 +134,7 @@ class RequestReader:
         # Returns the Authorization that engines get for a client's headers.
         self._authorization = authorization
         self._owners = owners
+        self._sources = sources
 
     async def read(self, request: Request) -> PlacementRequest:
         """Return the placement request, and set `request.body` and `request.headers` for the engine.
@@ -140,7 +150,7 @@ class RequestReader:
         request.headers = h.as_json(client.headers)
         name = self._name_of(body.model)
         served = self._resolve(name)
-        changes: dict[str, str] = {}
+        changes: Changes = {}
         if client.bounds is not None:
             if body.has_other_salt:
                 client.bounds.check_other_salt(body.cache_salt)
@@ -156,6 +166,14 @@ class RequestReader:
         if name not in (served.model, served.lora_name) and body.model is not None:
             # The engine does not know the aliases that this router gives its models.
             changes["model"] = served.lora_name or served.model
+        names_source = False
+        if may_name_source(client_body.fields):
+            pruned, named = await _in_thread(client.body, without_sources, client_body.fields)
+            names_source = bool(named) and self._sources.trusted
+            if named and not names_source:
+                self._sources.count(named)
+                changes |= pruned
+                request.client_body = client_body = changed_body(client_body, pruned)
         if changes:
             request.body = await _in_thread(client.body, with_fields, client_body.raw, changes)
         owner = None
@@ -163,6 +181,8 @@ class RequestReader:
             owner = await self._owner_of(request, client_body, served)
         question = await self._question(request, client_body, body, served)
         placement_request = _placement_request(request, question, body.limit_tokens, owner)
+        if names_source or not may_pull(client.path, client_body):
+            placement_request = msgspec.structs.replace(placement_request, may_pull=False)
         answers = body.answers
         if answers == 1 and not body.use_beam_search and not is_received(client_body):
             return placement_request

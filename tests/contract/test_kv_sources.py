@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sources of blocks in requests: those that the router names, and those that clients do. The sockets are real."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.route.placement.planned_pull import PlannedPull
+from kvrouter.router.serve.proxy.kv_source import REMOVED_FIELDS
+from tests.contract.picker_support import Door
+from tests.contract.proxy_support import CHAT, COMPLETIONS, ProxyServer, fleet, until
+from tests.contract.test_quality import PREDICTED, TOKENS, answer, counted
+from tests.support.scripted_engine import plain, reset
+
+RESPONSES, MESSAGES, GENERATE = "/v1/responses", "/v1/messages", "/inference/v1/generate"
+MESSAGE = [{"role": "user", "content": "hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "m", "messages": MESSAGE},
+    COMPLETIONS: TOKENS,
+    RESPONSES: {"model": "m", "input": "hi"},
+    MESSAGES: {"model": "m", "messages": MESSAGE, "max_tokens": 4},
+    GENERATE: {"model": "m", "token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 4}},
+}
+EMPTY = plain(b"{}")
+THEIRS = {"kv_request_id": "mine", "remote_host": "10.9.9.9", "remote_port": 1}
+
+
+def pull(source: str = "w9", host: str = "10.0.0.9", tokens: int = 98) -> PlannedPull:
+    return PlannedPull(WorkerKey("m", source), host, 5710, tokens, tokens - PREDICTED, 0.25)
+
+
+def named(router: ProxyServer, placed: int = -1) -> dict[str, Any]:
+    """Return the source that a request with this pull names."""
+    selection_id = router.placer.placed[placed].selection_id
+    return {"kv_request_id": selection_id, "remote_host": "10.0.0.9", "remote_port": 5710, "timeout_s": 0.25}
+
+
+def removed(router: ProxyServer) -> dict[str, float]:
+    counts = {name: router.sample("client_kv_sources_removed_total", field=name) for name in REMOVED_FIELDS}
+    return {name: count for name, count in counts.items() if count}
+
+
+# The router's own sources.
+
+
+@pytest.mark.parametrize("path", sorted(BODIES))
+def test_a_request_with_a_pull_names_its_source_and_keeps_all_other_bytes(path: str) -> None:
+    with fleet(EMPTY) as (router, engine):
+        router.placer.pulls["w0"] = pull()
+        raw = b" \n" + json.dumps(BODIES[path] | {"temperature": 0.10, "é": "ü"}, indent=2).encode()
+        assert router.post(path, raw)[0] == 200
+        body = engine.asked[0].body
+        assert json.loads(body)["kv_transfer_params"] == {"remote_kv_source": named(router)}
+        assert body.endswith(raw.split(b"{", 1)[1].lstrip())
+        assert engine.asked[0].all("content-length") == [str(len(body))]
+
+
+def test_a_source_joins_the_clients_own_transfer_parameters() -> None:
+    with fleet(EMPTY) as (router, engine):
+        router.placer.pulls["w0"] = pull()
+        for params in ({"mine": 1.50}, {}, None):
+            router.post(COMPLETIONS, TOKENS | {"kv_transfer_params": params})
+            sent = json.loads(engine.asked[-1].body)["kv_transfer_params"]
+            assert sent == (params or {}) | {"remote_kv_source": named(router)}
+        router.post(COMPLETIONS, b'{"prompt": [1, 2], "kv_transfer_params": {"mine": 1.50}, "x": 1.0}')
+        assert b'{"mine":1.50,"remote_kv_source":' in engine.asked[-1].body and b'"x":1.0' in engine.asked[-1].body
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"model": "m", "input": "hi"}),
+        ("/v1/score", {"model": "m", "queries": "a", "documents": "b"}),
+        ("/generate", {"model": "m", "input_ids": [1, 2]}),
+        (COMPLETIONS, TOKENS | {"kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [1]}}),
+        (COMPLETIONS, TOKENS | {"kv_transfer_params": "text"}),
+    ],
+)
+def test_no_source_is_planned_where_an_engine_would_not_read_it(path: str, body: dict[str, Any]) -> None:
+    raw = json.dumps(body).encode()
+    with fleet(EMPTY) as (router, engine):
+        router.placer.pulls["w0"] = pull()
+        router.post(path, raw)
+        assert not router.placer.requests[0].may_pull
+        assert engine.asked[0].body == raw
+
+
+def test_json_that_only_python_reads_gets_no_source() -> None:
+    raw = b'{"prompt": [1], "temperature": NaN, "kv_transfer_params": {"\\ud800": 1}}'
+    with fleet(EMPTY) as (router, engine):
+        router.placer.pulls["w0"] = pull()
+        assert router.post(COMPLETIONS, raw)[0] == 200
+        assert engine.asked[0].body == raw
+
+
+def test_a_retry_has_the_source_of_its_own_worker_or_none() -> None:
+    with fleet(reset, EMPTY) as (router, bad, good):
+        router.placer.pulls |= {"w0": pull(), "w1": pull("w8")}
+        assert router.post(COMPLETIONS, TOKENS)[0] == 200
+        sources = [json.loads(e.asked[0].body)["kv_transfer_params"]["remote_kv_source"] for e in (bad, good)]
+        assert sources == [named(router, 0), named(router, 1)] and sources[0] != sources[1]
+    with fleet(reset, EMPTY) as (router, bad, good):
+        router.placer.pulls["w0"] = pull()
+        assert router.post(COMPLETIONS, TOKENS)[0] == 200
+        assert b"remote_kv_source" in bad.asked[0].body
+        assert json.loads(good.asked[0].body) == TOKENS
+
+
+def test_nothing_is_fetched_from_a_worker_that_has_just_failed() -> None:
+    with fleet(reset, answer(PREDICTED)) as (router, _, good):
+        router.placer.pulls["w1"] = pull("w0")
+        assert router.post(COMPLETIONS, TOKENS)[0] == 200
+        assert json.loads(good.asked[0].body) == TOKENS
+        until(lambda: counted(router, "w1") == {"exact": 1}, "it is judged")
+        assert not router.sample("peer_pulls_total", worker="w1", outcome="none")
+
+
+# Clients' own sources.
+
+FOREIGN: list[tuple[str, Any, Any, str]] = [
+    ("kv_transfer_params", {"remote_kv_source": THEIRS}, None, "remote_kv_source"),
+    ("kv_transfer_params", {"remote_prefiller": THEIRS, "x": 1.50}, {"x": 1.50}, "remote_prefiller"),
+    ("kv_transfer_params", {"remote_decoder": {"kv_request_id": "a"}}, None, "remote_decoder"),
+    ("kv_hints", {"actions": []}, None, "kv_hints"),
+    (
+        "sampling_params",
+        {"max_tokens": 4, "extra_args": {"kv_transfer_params": {"remote_kv_source": THEIRS}, "y": 2}},
+        {"max_tokens": 4, "extra_args": {"kv_transfer_params": {}, "y": 2}},
+        "remote_kv_source",
+    ),
+    (
+        "vllm_xargs",
+        {"kv_transfer_params": {"remote_prefiller": THEIRS}},
+        {"kv_transfer_params": {}},
+        "remote_prefiller",
+    ),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "left", "name"), FOREIGN)
+def test_a_clients_source_is_removed_and_counted(field: str, value: Any, left: Any, name: str) -> None:
+    raw = json.dumps({"temperature": 0.10} | TOKENS | {field: value}).encode()
+    with fleet(EMPTY) as (router, engine):
+        assert router.post(COMPLETIONS, raw)[0] == 200
+        assert json.loads(engine.asked[0].body) == {"temperature": 0.10} | TOKENS | (
+            {} if left is None else {field: left}
+        )
+        assert removed(router) == {name: 1}
+        assert router.placer.requests[0].may_pull
+        router.placer.pulls["w0"] = pull()
+        router.post(COMPLETIONS, raw)
+        body = engine.asked[1].body
+        assert json.loads(body)["kv_transfer_params"]["remote_kv_source"] == named(router)
+        assert b"10.9.9.9" not in body
+
+
+@pytest.mark.parametrize(("field", "value", "left", "name"), FOREIGN)
+def test_a_trusted_clients_source_is_kept_and_no_other_is_named(field: str, value: Any, left: Any, name: str) -> None:
+    raw = json.dumps(TOKENS | {field: value}).encode()
+    with fleet(EMPTY, trust_client_kv_sources="on") as (router, engine):
+        router.placer.pulls["w0"] = pull()
+        router.post(COMPLETIONS, raw)
+        assert engine.asked[0].body == raw
+        assert not removed(router)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"prompt": [1], "kv_transfer_params": {"remote\\u005fkv_source": {"remote_host": "10.9.9.9"}}}',
+        b'{"prompt": [1], "kv\\u005ftransfer_params": {"remote_kv_source": {"remote_host": "10.9.9.9"}}}',
+        b'{"prompt": [1], "kv_transfer_params": {"\\ud800": 1, "remote_kv_source": {"remote_host": "10.9.9.9"}}}',
+        b'{"prompt": [1], "kv_transfer_params": {"a": NaN, "remote_kv_source": {"remote_host": "10.9.9.9"}}}',
+        '{"prompt": [1], "kv_transfer_params": {"remote_kv_source": {"remote_host": "10.9.9.9"}}}'.encode("utf-16"),
+        b'{"kv_transfer_params": {"remote_kv_source": {"remote_host": "10.9.9.9"}, "remote_kv_source": {"a": 1}}}',
+        b'{"sampling_params": {"extra_args": {"kv\\u005ftransfer_params": {"remote_kv_source": {"h": "10.9.9.9"}}}}}',
+    ],
+)
+def test_no_spelling_hides_a_source(raw: bytes) -> None:
+    with fleet(EMPTY) as (router, engine):
+        assert router.post(COMPLETIONS, raw)[0] == 200
+        body = json.loads(engine.asked[0].body)
+        assert "10.9.9.9" not in json.dumps(body), body
+        assert removed(router) == {"remote_kv_source": 1}
+
+
+def test_a_body_without_a_source_keeps_its_bytes() -> None:
+    raw = (
+        b' {"prompt" : [1], "kv_transfer_params": {"remote_kv_source" : null}, "kv_hints": null, "sampling_params": {}}'
+    )
+    with fleet(EMPTY) as (router, engine):
+        router.post(COMPLETIONS, raw)
+        assert engine.asked[0].body == raw
+        assert not removed(router)
+
+
+def test_the_log_has_one_line_for_each_field_of_clients(caplog: pytest.LogCaptureFixture) -> None:
+    with fleet(EMPTY) as (router, _):
+        for _ in range(3):
+            router.post(
+                COMPLETIONS, TOKENS | {"kv_transfer_params": {"remote_kv_source": THEIRS}, "kv_hints": {"a": 1}}
+            )
+        assert removed(router) == {"remote_kv_source": 3, "kv_hints": 3}
+    assert sorted(record.field for record in caplog.records if "kv_sources" in record.message) == [  # type: ignore[attr-defined]
+        "kv_hints",
+        "remote_kv_source",
+    ]
+
+
+def test_client_libraries_send_transfer_parameters_through_the_router() -> None:
+    with fleet(plain(json.dumps({"id": "x", "choices": [], "object": "chat.completion"}).encode())) as (router, engine):
+        router.placer.pulls["w0"] = pull()
+        theirs = {"kv_transfer_params": {"remote_kv_source": THEIRS, "mine": 1}}
+        url = f"http://127.0.0.1:{router.port}"
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}], extra_body=theirs)
+        with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as other:
+            other.messages.create(
+                model="m", max_tokens=4, messages=[{"role": "user", "content": "hi"}], extra_body=theirs
+            )
+        for n, asked in enumerate(engine.asked):
+            params = json.loads(asked.body)["kv_transfer_params"]
+            assert params == {"mine": 1, "remote_kv_source": named(router, n)}
+        assert removed(router) == {"remote_kv_source": 2}
+
+
+# The endpoint picker.
+
+
+def test_the_picker_names_the_source_in_body_and_header() -> None:
+    with fleet(EMPTY) as (router, _):
+        router.placer.pulls["w0"] = pull(host="fd00::9")
+        route = Door(router).pick(json.dumps(TOKENS).encode(), x_kvrouter_kv_source="10.9.9.9:1")
+        assert dict(route.given)[b"x-kvrouter-kv-source"] == b"[fd00::9]:5710"
+        assert route.body is not None
+        source = named(router) | {"remote_host": "fd00::9"}
+        assert json.loads(route.body) == TOKENS | {"kv_transfer_params": {"remote_kv_source": source}}
+        assert route.observer is not None
+        route.observer.close()
+
+
+def test_the_picker_removes_what_clients_name() -> None:
+    with fleet(EMPTY) as (router, _):
+        raw = json.dumps(TOKENS | {"kv_transfer_params": {"remote_kv_source": THEIRS}}).encode()
+        route = Door(router).pick(raw, x_kvrouter_kv_source="10.9.9.9:1")
+        assert route.body is not None and json.loads(route.body) == TOKENS
+        assert b"x-kvrouter-kv-source" in route.removed
+        assert removed(router) == {"remote_kv_source": 1}
+        assert route.observer is not None
+        route.observer.close()
+        untouched = Door(router).pick(json.dumps(TOKENS).encode())
+        assert untouched.body is None and untouched.observer is not None
+        untouched.observer.close()
+
+
+# Predicted and delivered.
+
+
+@pytest.mark.parametrize(
+    ("cached", "outcome", "pulled", "fetched", "over", "under"),
+    [
+        (98, "exact", "whole", 2, 0, 0),
+        (97, "exact", "partial", 1, 0, 0),
+        (PREDICTED, "exact", "none", 0, 0, 0),
+        (80, "less", "none", 0, 16, 0),
+        (99, "more", "whole", 2, 0, 1),
+    ],
+)
+def test_a_pull_is_judged_apart_from_the_engines_own_tiers(
+    cached: int, outcome: str, pulled: str, fetched: int, over: int, under: int
+) -> None:
+    with fleet(answer(cached)) as (router, _):
+        router.placer.pulls["w0"] = pull()
+        router.post(COMPLETIONS, TOKENS)
+        until(lambda: counted(router) == {outcome: 1}, "it is counted")
+        counts = {o: router.sample("peer_pulls_total", worker="w0", outcome=o) for o in ("whole", "partial", "none")}
+        assert {o for o, count in counts.items() if count} == {pulled}
+        assert router.sample("peer_tokens_predicted_total", worker="w0") == 98 - PREDICTED
+        assert router.sample("peer_tokens_delivered_total", worker="w0") == fetched
+        assert router.sample("delivered_cached_tokens_total", worker="w0") == cached - fetched
+        assert router.sample("over_credit_tokens_total", worker="w0") == over
+        assert router.sample("under_credit_tokens_total", worker="w0") == under
+        # The expectation is one token over the prediction, and the pull ends above it.
+        assert router.sample("expectation_error_tokens_bucket", model="m", le="-1.0") == (cached <= PREDICTED)
+        assert router.sample("expectation_error_tokens_bucket", model="m", le="0.0") == (cached <= 98)
+        (row,) = router.get("/workers/w0")["workers"]
+        assert row["reuse"]["delivered_tokens"] == cached - fetched
+        assert router.placer.placed[0].reused_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("more", "cached"), [({"n": 2}, 98), ({}, None)], ids=["several-answers", "without-cached-tokens"]
+)
+def test_a_pull_whose_result_is_not_reported_is_unknown(more: dict[str, Any], cached: int | None) -> None:
+    with fleet(answer(cached)) as (router, _):
+        router.placer.pulls["w0"] = pull()
+        router.post(COMPLETIONS, TOKENS | more)
+        until(lambda: router.sample("peer_pulls_total", worker="w0", outcome="unknown") == 1, "it is counted")
+        assert router.sample("peer_tokens_predicted_total", worker="w0") == 0
+
+
+def test_a_fleet_that_fetches_nothing_has_no_counts_of_pulls() -> None:
+    with fleet(answer(PREDICTED)) as (router, _):
+        router.post(COMPLETIONS, TOKENS)
+        until(lambda: counted(router) == {"exact": 1}, "it is counted")
+        labels = {"model": "m", "worker": "w0", "outcome": "none"}
+        assert router.registry.get_sample_value("kvrouter_peer_pulls_total", labels) is None
