@@ -125,12 +125,36 @@ def watch_engine_core(tap: EventTap) -> None:
     core = sys.modules.get(ENGINE_CORE)
     if core is None:
         return  # This scheduler runs without an engine.
+    tap.features["wake"].install(
+        lambda: misfit(core.EngineCoreProc, "_process_input_queue", ("self",)),
+        lambda: watch_input_queue(core.EngineCoreProc, core.EngineCoreRequestType.WAKEUP),
+    )
     feature = tap.features["lora"]
     feature.install(
         lambda: misfit(core.EngineCore, "add_lora", ("self", "lora_request")), lambda: watch_add_lora(core.EngineCore)
     )
     if not hasattr(importlib.import_module(KV_CACHE_UTILS), "NONE_HASH"):
         tap.features["catalog"].install(lambda: misfit(core, "init_none_hash", ()), lambda: watch_none_hash(core, tap))
+
+
+def watch_input_queue(engine_core: Any, wakeup: Any) -> None:
+    """Wrap `EngineCoreProc._process_input_queue`, where an idle engine waits, so that its scheduler's tap can wake it."""
+    original = engine_core._process_input_queue
+    if hasattr(original, ORIGINAL):
+        return
+
+    @functools.wraps(original)
+    def _process_input_queue(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tap = getattr(self.scheduler, ATTRIBUTE, None)
+        if tap is not None and not tap.wakes:
+            try:
+                tap.wake_with(functools.partial(self.input_queue.put_nowait, (wakeup, None)))
+            except Exception:
+                tap.features["wake"].failed()
+        return original(self, *args, **kwargs)
+
+    setattr(_process_input_queue, ORIGINAL, original)
+    engine_core._process_input_queue = _process_input_queue
 
 
 def watch_add_lora(engine_core: Any) -> None:

@@ -44,6 +44,8 @@ class EventTap:
         # Batches that went to vLLM's publisher so far.
         self._batches = 0
         self._hashing_declared = False
+        # Whether the offload tiers have a way to wake the engine, or need none.
+        self.wakes = False
         self._limit_failures()
 
     def _limit_failures(self) -> None:
@@ -111,6 +113,13 @@ class EventTap:
         for offload in offloading_schedulers(scheduler.connector):
             self.features["offload_resets"].when_off(self._withhold_tiers)
             Offload(offload, groups, self.features, self._taken, self._report, self._offload_cleared)
+
+    def wake_with(self, wake: Callable[[], None]) -> None:
+        """Give the offload tiers a way to make an idle engine step, once."""
+        self.wakes = True
+        for offload in offloading_schedulers(self._scheduler.connector):
+            if hasattr(offload.manager, "wake_with"):
+                offload.manager.wake_with(wake)
 
     def _watch_reset(self, pool: Any, medium: str) -> None:
         if medium != GPU:

@@ -107,7 +107,7 @@ class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
     ) -> base.PrepareStoreOutput | None:
         """Return the chunks that are not in memory yet and a slot for each, or None if there is no room for all."""
         with self._tiering.lock:
-            allocation = self._tiering.begin_store(keys)
+            allocation = self._tiering.begin_store(keys, _wish(req_context))
         if allocation is None:
             return None
         stored, slots = allocation
@@ -143,7 +143,12 @@ class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
 
     def has_pending_work(self) -> bool:
         """Return whether the engine must step although no request runs."""
-        return self._tiering.busy
+        with self._tiering.lock:
+            return self._tiering.busy
+
+    def wake_with(self, wake: Callable[[], None]) -> None:
+        """Take a function that makes an idle engine step, so that it announces what a hand-over brought."""
+        self._tiering.wake = wake
 
     def reset_cache(self) -> None:
         """Forget all chunks; where vLLM reports flushes, read nothing from disk until `on_reset_flushed`."""

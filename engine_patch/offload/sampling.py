@@ -32,6 +32,7 @@ class Sampling:
             "promotions_failed": counts.promotions_failed,
             "writes_skipped": counts.writes_skipped,
             "resets": counts.resets,
+            "handed_over": counts.handed_over,
         }
         disk = self._disk
         if disk is not None:

@@ -35,6 +35,7 @@ FEATURES = {
     "resets": "a reset of the prefix cache is reported with the next engine step, and nothing of a host pool that it empties",
     "offload": "offloaded blocks are reported as in vLLM's own events, or no longer at all if it worked before",
     "offload_positions": "reports of offloaded blocks do not say which positions they have",
+    "wake": "an idle engine announces chunks that another engine handed over only at its next step",
     "offload_resets": "nothing is reported of offloaded blocks, as a reset of their tier would not be",
 }
 

@@ -16,7 +16,7 @@ from kvrouter.engine_patch.offload.key import OffloadKey, pack
 from kvrouter.engine_patch.offload.peer.chunk_checksum import ChunkChecksum
 from kvrouter.engine_patch.offload.peer.data_plane import Copy, PlaneError
 from kvrouter.engine_patch.offload.peer.lender import Lender, PeerFacts
-from kvrouter.engine_patch.offload.peer.peer_link import Memory, Outcome, PeerLink, ProbeJob, PullJob
+from kvrouter.engine_patch.offload.peer.peer_link import Memory, Outcome, PeerLink, PullJob, Question
 from kvrouter.engine_patch.offload.peer.peer_source import PeerSource, SourceWish
 from kvrouter.engine_patch.offload.peer.peer_wire import (
     ToReader,
@@ -30,6 +30,8 @@ from kvrouter.engine_patch.offload.tiers.cpu_tier import ChunkState, CpuTier
 from kvrouter.engine_patch.offload.tiers.lru import LruPolicy
 from kvrouter.engine_patch.offload.tiers.peer_tier import PeerTier
 from kvrouter.engine_patch.offload.tiers.tiering import LookupAnswer, Medium, PromotionRequest, Tiering
+from kvrouter.engine_patch.offload.tiers.warming import Warming
+from kvrouter.events.peer.hand_over import HandOverRequest, Warm
 
 CHUNK_BYTES = 64
 TIMEOUT_S = 1.0
@@ -126,6 +128,8 @@ class Engine:
         )
         # Chunks that were announced and not withdrawn.
         self.announced: set[OffloadKey] = set()
+        # The last hand-over to this engine.
+        self.warming: Warming | None = None
         # Whether its thread that lends stands still.
         self.stopped = False
 
@@ -133,8 +137,8 @@ class Engine:
         return memoryview(self.memory.data)[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
 
     def store(self, *keys: OffloadKey) -> None:
-        """Compute chunks and store them."""
-        begun = self.tiers.begin_store(keys)
+        """Compute chunks of one prompt and store them."""
+        begun = self.tiers.begin_store(keys, PromotionRequest())
         if begun is not None:
             for stored, slot in zip(*begun, strict=True):
                 self.slot(slot)[:] = content(stored, self.weights)
@@ -150,6 +154,16 @@ class Engine:
     def wish(self, source: Engine, timeout_s: float | None = None) -> PromotionRequest:
         """Return a request that names a source."""
         return PromotionRequest(peer=self.peers.wish(SourceWish(source.source, timeout_s)))
+
+    def warm(
+        self, source: Engine, share: int = 0, num_shares: int = 1, max_chunks: int = 1_000, within_s: float = 60.0
+    ) -> Warming:
+        """Begin a hand-over from a source."""
+        warm = Warm(1, source.name, source.source.port, share, num_shares, max_chunks * CHUNK_BYTES, within_s)
+        warming = Warming(warm, CHUNK_BYTES, self.cpu.num_slots, TIMEOUT_S, self.world.clock)
+        self.tiers.warm(warming)
+        self.warming = warming
+        return warming
 
     def step(self, wish: PromotionRequest, *keys: OffloadKey) -> list[LookupAnswer]:
         """Look chunks up in one step of the engine, and let one turn of all threads pass."""
@@ -188,12 +202,9 @@ class InlineFetcher:
         self.links: dict[PeerSource, PeerLink] = {}
         self.outcomes: list[Outcome] = []
 
-    def submit(self, source: PeerSource, work: ProbeJob | PullJob) -> None:
+    def submit(self, source: PeerSource, work: Question | PullJob) -> None:
         link = self.links.get(source) or self._link(source)
-        if isinstance(work, ProbeJob):
-            link.probe(work, self.engine.world.now_s)
-        else:
-            link.pull(work, self.engine.world.now_s)
+        link.begin(work, self.engine.world.now_s)
 
     def _link(self, source: PeerSource) -> PeerLink:
         engine = self.engine
@@ -241,8 +252,9 @@ class World:
                     self._deliver(queue)
         for engine in self.engines.values():
             engine.lender.expire(self.now_s)
-            for link in engine.fetcher.links.values():
+            for link in list(engine.fetcher.links.values()):
                 link.tick(self.now_s)
+            engine.tiers.advance_warming()
 
     def _deliver(self, queue: deque[tuple[Engine, PeerSource, bytes]]) -> None:
         if not queue:
@@ -259,7 +271,7 @@ class World:
             queue.append((reader, source, frame))
             return
         message = read_by_source(frame)
-        assert message is not None
+        assert message is not None and not isinstance(message, HandOverRequest)
         answer = lender.lender.answer(reader.name.encode(), message, self.now_s)
         if answer is not None:
             self.to_reader.append((reader, source, encode(self.forge(answer))))

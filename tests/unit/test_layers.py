@@ -43,7 +43,7 @@ COMMANDS = "app.cli"
 ROOMS: dict[str, tuple[str, ...]] = {
     "contract": ("",),
     "client": ("",),
-    "events": ("transport", "vllm", "patch"),
+    "events": ("transport", "vllm", "patch", "peer"),
     # Eight wings, from `base` to `app`: a wing imports only the wings before it. The entry points are in no wing,
     # because installed scripts name `router/cli`.
     "router": (

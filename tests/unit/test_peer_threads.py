@@ -16,12 +16,15 @@ import zmq
 from kvrouter.engine_patch.offload.peer.lender import Lender
 from kvrouter.engine_patch.offload.peer.peer_access import PeerAccess
 from kvrouter.engine_patch.offload.peer.peer_client import PeerClient
-from kvrouter.engine_patch.offload.peer.peer_link import Outcome, Probed, ProbeJob, Pulled, PullJob
+from kvrouter.engine_patch.offload.peer.peer_link import Outcome, Probed, ProbeJob, Pulled, PullJob, Question
 from kvrouter.engine_patch.offload.peer.peer_miss import PeerMiss
 from kvrouter.engine_patch.offload.peer.peer_server import PeerServer
 from kvrouter.engine_patch.offload.peer.peer_source import PeerSource
-from kvrouter.engine_patch.offload.peer.peer_wire import VERSION, Hello, Refused, Welcome, encode, read_by_reader
+from kvrouter.engine_patch.offload.peer.peer_wire import VERSION, Hello, Welcome, encode, read_by_reader
+from kvrouter.engine_patch.offload.peer.warmer import Warmer
+from kvrouter.engine_patch.offload.tiers.peer_tier import PeerTier
 from kvrouter.engine_patch.setup.throttled_log import ThrottledLog
+from kvrouter.events.peer.hand_over import Refused, Warm, Warmed, WarmEnd, WarmQuery, WarmStop, read_reply
 from tests.support.peer_world import CHUNK_BYTES, IDENTITY, Engine, World, content, key
 from tests.support.ports import free_port
 
@@ -41,14 +44,15 @@ class Pair:
         welcome = Welcome(b"lender", self.lender.slots.base, CHUNK_BYTES)
         books = Lender(self.lender.tiers, lambda: self.lender.facts, welcome, self.lender.slots.checksum, 4)
         self.books = books
-        server = PeerServer(HOST, self.source.port, lending, books, time.monotonic, LOG)
+        warmer = Warmer(self.lender.tiers, CHUNK_BYTES, 8, time.monotonic, LOG)
+        server = PeerServer(HOST, self.source.port, lending, books, warmer, time.monotonic, LOG)
         stack.callback(server.close)
         self.client = PeerClient(
             self.reader.plane, self.reader.slots, lambda: self.reader.facts, reading, time.monotonic, LOG
         )
         stack.callback(self.client.close)
 
-    def do(self, work: ProbeJob | PullJob, count: int = 1, source: PeerSource | None = None) -> list[Outcome]:
+    def do(self, work: Question | PullJob, count: int = 1, source: PeerSource | None = None) -> list[Outcome]:
         """Hand over a job, and return its outcomes."""
         self.client.submit(source or self.source, work)
         outcomes: list[Outcome] = []
@@ -193,6 +197,95 @@ def test_settings_that_would_open_the_cache_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         PeerAccess(host, *files)
+
+
+class Receiver:
+    """An engine with all of its threads that receives a hand-over, and the connection that sends it the messages."""
+
+    def __init__(self, stack: ExitStack, access: PeerAccess) -> None:
+        self.engine = engine = Engine(World(), "receiver", 8)
+        self.port = free_port()
+        client = PeerClient(engine.plane, engine.slots, lambda: engine.facts, access, time.monotonic, LOG)
+        engine.tiers.peers = PeerTier(client, WAIT_S, time.monotonic)
+        warmer = Warmer(engine.tiers, CHUNK_BYTES, 8, time.monotonic, LOG)
+        server = PeerServer(HOST, self.port, access, engine.lender, warmer, time.monotonic, LOG)
+        stack.callback(client.close)
+        stack.callback(engine.tiers.fail_warming)
+        stack.callback(server.close)
+        self.woken = threading.Event()
+        engine.tiers.wake = self.woken.set
+        self.context = stack.enter_context(zmq.Context())
+
+    def ask(self, message: Warm | WarmQuery | WarmStop) -> Warmed | Refused:
+        with self.context.socket(zmq.DEALER) as sender:
+            sender.connect(f"tcp://{HOST}:{self.port}")
+            sender.send(encode(message))
+            assert sender.poll(int(WAIT_S * 1000)), "no answer"
+            reply = read_reply(sender.recv())
+        assert reply is not None
+        return reply
+
+    def until_over(self, number: int) -> Warmed:
+        end_s = time.monotonic() + WAIT_S
+        while time.monotonic() < end_s:
+            warmed = self.ask(WarmQuery(number))
+            assert isinstance(warmed, Warmed)
+            if warmed.end:
+                return warmed
+            time.sleep(0.001)
+        raise AssertionError("a hand-over does not end")
+
+
+def warm(number: int, port: int, within_s: float = WAIT_S) -> Warm:
+    return Warm(number, HOST, port, 0, 1, 1 << 20, within_s)
+
+
+def test_an_idle_engine_receives_a_hand_over_and_is_woken_to_announce_it(stack: ExitStack, open_pair: Pair) -> None:
+    receiver = Receiver(stack, PeerAccess(HOST, None, None))
+    assert isinstance(receiver.ask(warm(7, open_pair.source.port)), Warmed)
+    assert receiver.until_over(7) == Warmed(7, WarmEnd.COMPLETE, 2, 2, 2 * CHUNK_BYTES, 0, 0, 0)
+    assert receiver.woken.is_set()
+    receiver.engine.read_changes()
+    assert receiver.engine.announced == {key(1), key(2)}
+
+
+def test_a_second_hand_over_is_refused_while_one_goes_on_and_a_repeated_message_changes_nothing(
+    stack: ExitStack,
+) -> None:
+    receiver = Receiver(stack, PeerAccess(HOST, None, None))
+    nobody = free_port()
+    first = receiver.ask(warm(1, nobody))
+    assert receiver.ask(warm(1, nobody)) == first
+    assert receiver.ask(warm(2, nobody)) == Refused(
+        "busy", "another hand-over to this engine is under way: wait until it has ended"
+    )
+    stopped = receiver.ask(WarmStop(1))
+    assert isinstance(stopped, Warmed) and stopped.end == WarmEnd.STOPPED
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Warm(1, HOST, 1, 1, 1, 1, 1.0),
+        Warm(1, HOST, 1, -1, 1, 1, 1.0),
+        Warm(1, HOST, 1, 0, 1_000, 1, 1.0),
+        Warm(1, HOST, 0, 0, 1, 1, 1.0),
+        Warm(1, "", 1, 0, 1, 1, 1.0),
+        Warm(1, HOST, 1, 0, 1, 0, 1.0),
+        Warm(1, HOST, 1, 0, 1, 1, float("nan")),
+        Warm(1, HOST, 1, 0, 1, 1, 1e9),
+        WarmQuery(5),
+        WarmStop(5),
+    ],
+)
+def test_a_hand_over_that_makes_no_sense_is_refused(stack: ExitStack, message: Warm | WarmQuery | WarmStop) -> None:
+    assert isinstance(Receiver(stack, PeerAccess(HOST, None, None)).ask(message), Refused)
+
+
+def test_an_address_on_another_machine_hands_nothing_over_without_keys(stack: ExitStack) -> None:
+    receiver = Receiver(stack, PeerAccess(HOST, None, None))
+    receiver.ask(Warm(1, "192.0.2.1", 5710, 0, 1, 1 << 20, WAIT_S))
+    assert receiver.until_over(1).end == PeerMiss.FORBIDDEN.value
 
 
 def test_threads_end_with_their_engine(stack: ExitStack) -> None:

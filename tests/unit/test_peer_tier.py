@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from itertools import chain
 from typing import NamedTuple
 
 import msgspec
@@ -13,8 +15,11 @@ from kvrouter.engine_patch.offload.key import OffloadKey
 from kvrouter.engine_patch.offload.peer.peer_miss import PeerMiss
 from kvrouter.engine_patch.offload.peer.peer_source import PeerSource, SourceWish, source_wish
 from kvrouter.engine_patch.offload.peer.peer_wire import Borrow, Lent, Present, read_by_reader, read_by_source
+from kvrouter.engine_patch.offload.peer.shares import shares
 from kvrouter.engine_patch.offload.tiers.tiering import LookupAnswer, PromotionRequest
-from tests.support.peer_world import IDENTITY, TIMEOUT_S, Engine, World, is_ready, key
+from kvrouter.engine_patch.offload.tiers.warming import Warming
+from kvrouter.events.peer.hand_over import WarmEnd
+from tests.support.peer_world import CHUNK_BYTES, IDENTITY, TIMEOUT_S, Engine, World, is_ready, key
 
 YES, NO, SOON, UNKNOWN = LookupAnswer.YES, LookupAnswer.NO, LookupAnswer.SOON, LookupAnswer.UNKNOWN
 
@@ -280,6 +285,217 @@ def test_an_answer_of_another_length_is_a_miss(world: World, lender: Engine, rea
     assert misses(reader) == {PeerMiss.PROTOCOL: 1}
 
 
+# Hand-overs
+
+
+def divided_worlds(world: World) -> tuple[Engine, Engine]:
+    """Return a source with two prompts of four chunks each, and an empty reader."""
+    lender, reader = world.engine("lender", 16), world.engine("reader", 16)
+    lender.store(*map(key, range(1, 5)))
+    lender.store(*map(key, range(11, 15)))
+    return lender, reader
+
+
+def finish(world: World, engine: Engine, warming: Warming, turns: int = 40) -> None:
+    """Let turns pass until the hand-over ends."""
+    for _ in range(turns):
+        world.turn()
+        engine.read_changes()
+        if warming.end and warming.batch is None:
+            return
+    raise AssertionError(f"the hand-over does not end: {warming.warmed()}")
+
+
+def test_a_hand_over_brings_all_chunks_of_an_engine_without_a_step_of_either(world: World) -> None:
+    lender, reader = divided_worlds(world)
+    warming = reader.warm(lender)
+    finish(world, reader, warming)
+    assert warming.end == WarmEnd.COMPLETE
+    assert reader.announced == lender.announced
+    assert warming.warmed().fetched == 8 and warming.warmed().fetched_bytes == 8 * CHUNK_BYTES
+    world.turn()
+    assert not reader.tiers.busy and lender.cpu.usage.pinned == 0
+    # Requests' own counts are untouched.
+    assert reader.peers.pulled == 0 and not misses(reader) and reader.tiers.counts.handed_over == 8
+
+
+def test_a_hand_over_keeps_the_order_of_worth_of_its_source(world: World) -> None:
+    lender, reader = divided_worlds(world)
+    finish(world, reader, reader.warm(lender))
+    assert reader.cpu.by_worth() == lender.cpu.by_worth()
+
+
+def test_the_source_values_its_chunks_as_before(world: World) -> None:
+    lender, reader = divided_worlds(world)
+    before = lender.cpu.by_worth()
+    finish(world, reader, reader.warm(lender))
+    assert lender.cpu.by_worth() == before
+
+
+def test_a_full_engine_gives_up_its_least_valuable_part_for_the_most_valuable_of_the_source(world: World) -> None:
+    lender, reader = world.engine("lender", 8), world.engine("reader", 8)
+    for number in range(8):
+        lender.store(key(number))
+        reader.store(key(20 + number))
+    warming = reader.warm(lender)
+    finish(world, reader, warming)
+    assert warming.end == WarmEnd.ROOM
+    # Two engines become one, so each gives up half.
+    assert reader.announced == {key(number) for number in (4, 5, 6, 7, 24, 25, 26, 27)}
+    assert warming.warmed().evicted == 4
+
+
+def test_nothing_that_a_request_is_about_to_load_makes_room(world: World) -> None:
+    lender, reader = world.engine("lender", 4), world.engine("reader", 4)
+    for number in range(4):
+        lender.store(key(number))
+        reader.store(key(20 + number))
+    wish = reader.wish(lender)
+    assert reader.tiers.look_up(key(20), wish) is YES
+    warming = reader.warm(lender)
+    for _ in range(10):
+        world.turn()
+    assert reader.tiers.begin_load([key(20)], wish)
+    reader.tiers.end_step()
+    finish(world, reader, warming)
+    assert is_ready(reader, key(20)) and warming.warmed().fetched == 2
+
+
+def test_a_hand_over_fetches_at_most_its_bytes(world: World) -> None:
+    lender, reader = divided_worlds(world)
+    warming = reader.warm(lender, max_chunks=3)
+    finish(world, reader, warming)
+    assert warming.end == WarmEnd.BYTES and len(reader.announced) == 3
+
+
+def test_a_hand_over_ends_with_its_time(world: World) -> None:
+    lender, reader = divided_worlds(world)
+    lender.stopped = True
+    warming = reader.warm(lender, within_s=0.5)
+    for _ in range(3):
+        world.turn()
+    world.now_s += 1.0
+    finish(world, reader, warming)
+    assert warming.end == WarmEnd.TIME and reader.cpu.usage.free == 16
+
+
+def test_chunks_that_are_here_already_are_passed_over(world: World) -> None:
+    lender, reader = divided_worlds(world)
+    reader.store(key(1), key(2))
+    warming = reader.warm(lender)
+    finish(world, reader, warming)
+    assert (warming.warmed().present, warming.warmed().fetched) == (2, 6)
+
+
+def test_a_source_that_does_not_answer_is_given_up(world: World, reader: Engine) -> None:
+    absent = world.engine("absent")
+    del world.engines["absent"]
+    warming = reader.warm(absent)
+    for _ in range(10):
+        world.now_s += TIMEOUT_S
+        world.turn()
+    assert warming.end == PeerMiss.GONE.value and not reader.tiers.busy
+
+
+def test_a_source_that_dies_ends_the_hand_over_and_what_came_stays(world: World, reader: Engine) -> None:
+    lender = world.engine("lender")
+    lender.store(key(1), key(2))
+    reader.plane.fails = True
+    warming = reader.warm(lender)
+    finish(world, reader, warming)
+    assert warming.end == PeerMiss.GONE.value and reader.cpu.usage.free == 8
+
+
+def test_a_reset_ends_a_hand_over(world: World) -> None:
+    lender, reader = divided_worlds(world)
+    warming = reader.warm(lender)
+    world.turn()
+    reader.reset()
+    finish(world, reader, warming)
+    assert warming.end == PeerMiss.RESETS.value and not reader.announced
+
+
+def test_a_source_with_other_weights_hands_nothing_over(world: World) -> None:
+    lender, reader = divided_worlds(world)
+    lender.reset()
+    lender.store(key(1))
+    warming = reader.warm(lender)
+    finish(world, reader, warming)
+    assert warming.end == PeerMiss.RESETS.value and not reader.announced
+
+
+def test_a_stopped_hand_over_keeps_what_came(world: World) -> None:
+    lender, reader = divided_worlds(world)
+    reader.plane.hangs = True
+    warming = reader.warm(lender)
+    for _ in range(6):
+        world.turn()
+    reader.tiers.stop_warming(warming.number)
+    for transfer in reader.plane.under_way:
+        transfer.hangs = False
+    finish(world, reader, warming)
+    assert warming.end == WarmEnd.STOPPED and len(reader.announced) == 8
+
+
+def test_a_request_waits_for_a_chunk_that_a_hand_over_fetches_no_longer_than_for_its_own(world: World) -> None:
+    lender, reader = divided_worlds(world)
+    reader.plane.hangs = True
+    reader.warm(lender)
+    for _ in range(6):
+        world.turn()
+    wish = PromotionRequest()
+    assert reader.step(wish, key(1)) == [SOON]
+    world.now_s += TIMEOUT_S
+    assert reader.step(wish, key(1)) == [NO]
+
+
+def test_shares_keep_prompts_together_and_give_shared_beginnings_to_all() -> None:
+    before: dict[int, int] = {}
+    system = list(range(1, 4))
+    prompts = [[*system, *range(100 * n, 100 * n + 10)] for n in range(1, 10)]
+    for prompt in prompts:
+        before |= dict(zip(prompt[1:], prompt, strict=False))
+    keys = [key(block, group) for block in dict.fromkeys(chain(*prompts)) for group in (0, 1)]
+    divided = shares(keys, before, 3)
+    assert set().union(*divided) == set(keys)
+    for share in divided:
+        assert {key(block) for block in system} <= set(share)
+        whole = [all(key(block, 1) in share and key(block) in share for block in prompt) for prompt in prompts]
+        assert sum(whole) == 3
+        assert len(share) == 2 * (3 + 3 * 10)
+        assert share == [key for key in keys if key in set(share)]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_shares_of_any_links_hold_every_key_once_or_in_all(seed: int) -> None:
+    rng = random.Random(seed)
+    keys = [key(number, rng.randrange(2)) for number in rng.sample(range(1, 60), 40)]
+    before = {rng.randrange(1, 60): rng.randrange(1, 60) for _ in range(60)}
+    num_shares = rng.randint(1, 5)
+    divided = shares(keys, before, num_shares)
+    counts = Counter(key for share in divided for key in share)
+    assert set(counts) == set(keys) and set(counts.values()) <= {1, num_shares}
+
+
+def test_two_engines_take_over_a_third_and_no_prompt_is_torn(world: World) -> None:
+    lender = world.engine("lender", 32)
+    readers = [world.engine(f"reader{n}", 32) for n in range(2)]
+    for prompt in range(4):
+        lender.store(key(1), key(2), *(key(10 * prompt + n) for n in range(10, 15)))
+    warmings = [reader.warm(lender, n, 2) for n, reader in enumerate(readers)]
+    for reader, warming in zip(readers, warmings, strict=True):
+        finish(world, reader, warming)
+    assert readers[0].announced | readers[1].announced == lender.announced
+    assert readers[0].announced & readers[1].announced == {key(1), key(2)}
+    for prompt in range(4):
+        chunks = {key(10 * prompt + n) for n in range(10, 15)}
+        assert chunks <= readers[0].announced or chunks <= readers[1].announced
+    # The engines that took over know the prompts, too, and hand them on as well.
+    last = world.engine("last", 32)
+    finish(world, last, last.warm(readers[0], 1, 2))
+    assert {key(1), key(2)} <= last.announced and len(last.announced) == 2 + 5
+
+
 @pytest.mark.parametrize("seed", range(300))
 def test_whatever_happens_content_is_right_requests_end_and_slots_come_back(seed: int) -> None:
     """Three engines read from each other while chunks are evicted, engines reset, restart and hang, and copies fail.
@@ -310,6 +526,10 @@ def test_whatever_happens_content_is_right_requests_end_and_slots_come_back(seed
             if rng.random() < 0.2:
                 request.engine.tiers.forget(request.wish)
                 live.remove(request)
+        elif event < 0.715:
+            former = engine.warming
+            if former is None or (former.end and former.batch is None):
+                engine.warm(other, rng.randrange(2), 2, rng.randint(1, 8), rng.choice((0.5, 5.0)))
         elif event < 0.73:
             for each in engines if rng.random() < 0.8 else [engine]:
                 each.reset()
@@ -349,6 +569,8 @@ def test_whatever_happens_content_is_right_requests_end_and_slots_come_back(seed
         assert usage.writing == usage.withheld == usage.pinned == 0
         assert engine.lender.lent_chunks == 0
         assert not engine.tiers.busy
+        warming = engine.warming
+        assert warming is None or (warming.end and warming.batch is None)
     first, second, _ = engines
     while first.tiers.num_resets < second.tiers.num_resets:
         first.reset()

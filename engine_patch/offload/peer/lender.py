@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
-from kvrouter.engine_patch.offload.key import OffloadKey
+from kvrouter.engine_patch.offload.key import OffloadKey, short_hash
 from kvrouter.engine_patch.offload.peer.peer_miss import PeerMiss
 from kvrouter.engine_patch.offload.peer.peer_wire import (
     MAX_KEYS,
@@ -21,20 +21,30 @@ from kvrouter.engine_patch.offload.peer.peer_wire import (
     Borrow,
     Hello,
     Lent,
+    Offer,
+    Offered,
     Present,
     Probe,
-    Refused,
     Return,
     ToReader,
-    ToSource,
     Unknown,
     Welcome,
 )
+from kvrouter.engine_patch.offload.peer.shares import shares
+from kvrouter.events.peer.hand_over import MAX_SHARES, Refused
 
 # Readers that are remembered; the one that was silent longest is forgotten first, and says hello again.
 MAX_READERS = 1_024
+# A list of the chunks that are worth most is kept this long, so that all engines of a hand-over get shares of one list.
+OFFER_S = 60.0
 # The number in place of a slot, for a chunk that is not lent.
 NO_SLOT = -1
+# The number in place of a slot, for a chunk that is not lent because too many are lent now.
+BUSY_SLOT = -2
+
+
+# The messages of readers; the others begin or query a hand-over.
+ToLender: TypeAlias = Hello | Probe | Offer | Borrow | Return
 
 
 class PeerFacts(NamedTuple):
@@ -68,11 +78,16 @@ class Lendable(Protocol):
         """Return for each chunk whether it can be read now."""
         ...
 
-    def lend(self, keys: Sequence[OffloadKey], num_resets: int) -> list[int]:
+    def lend(self, keys: Sequence[OffloadKey], num_resets: int, is_use: bool = True) -> list[int]:
         """Pin the chunks that can be read, and return for each its slot, or NO_SLOT.
 
-        Nothing is lent if the tiers were not reset exactly `num_resets` times.
+        Nothing is lent if the tiers were not reset exactly `num_resets` times. `is_use` says whether the chunks count as
+        used.
         """
+        ...
+
+    def by_worth(self) -> tuple[list[OffloadKey], dict[int, int]]:
+        """Return all chunks that can be read, the most valuable first, and the known blocks before blocks."""
         ...
 
     def take_back(self, keys: Sequence[OffloadKey], num_resets: int) -> None:
@@ -91,6 +106,13 @@ class LenderCounts:
     bad_messages: int = 0
     # Readers whose facts differ, or whose public keys are not listed.
     refused_readers: int = 0
+
+
+class _Offer(NamedTuple):
+    num_resets: int
+    until_s: float
+    shares: list[list[OffloadKey]]
+    before: dict[int, int]
 
 
 class _Loan(NamedTuple):
@@ -128,13 +150,14 @@ class Lender:
         self._lent_chunks = 0
         self._readers: OrderedDict[bytes, None] = OrderedDict()
         self._loans: dict[tuple[bytes, int], _Loan] = {}
+        self._offer: _Offer | None = None
 
     @property
     def lent_chunks(self) -> int:
         """Chunks that are lent now."""
         return self._lent_chunks
 
-    def answer(self, reader: bytes, message: ToSource, now_s: float) -> ToReader | None:
+    def answer(self, reader: bytes, message: ToLender, now_s: float) -> ToReader | None:
         """Return the answer to a reader's message, or None if it needs none.
 
         Args:
@@ -150,6 +173,8 @@ class Lender:
         if reader not in self._readers:
             return Unknown(message.number)
         self._readers.move_to_end(reader)
+        if isinstance(message, Offer):
+            return self._offered(message, now_s)
         if len(message.keys) > MAX_KEYS:
             self.counts.bad_messages += 1
             return Refused(PeerMiss.PROTOCOL.value, f"at most {MAX_KEYS} chunks can be named in one message")
@@ -161,7 +186,9 @@ class Lender:
         return self._lend(reader, message, keys, now_s)
 
     def expire(self, now_s: float) -> None:
-        """End the loans whose time is over."""
+        """End the loans whose time is over, and drop an old offer."""
+        if self._offer is not None and self._offer.until_s <= now_s:
+            self._offer = None
         for name in [name for name, loan in self._loans.items() if loan.until_s <= now_s]:
             self.counts.expired_loans += 1
             self._end(name)
@@ -187,22 +214,39 @@ class Lender:
             self._readers.popitem(last=False)
         return self._welcome
 
+    def _offered(self, message: Offer, now_s: float) -> ToReader:
+        if not 0 <= message.share < message.num_shares <= MAX_SHARES or message.skip < 0:
+            self.counts.bad_messages += 1
+            return Refused(
+                PeerMiss.PROTOCOL.value, f"a share has an index below the number of shares, {MAX_SHARES} at most"
+            )
+        num_resets = self._tiers.num_resets
+        if message.resets != num_resets:
+            return Offered(message.number, 0, [], [], PeerMiss.RESETS.value)
+        offer = self._offer
+        if offer is None or offer.num_resets != num_resets or len(offer.shares) != message.num_shares:
+            keys, before = self._tiers.by_worth()
+            offer = self._offer = _Offer(num_resets, now_s + OFFER_S, shares(keys, before, message.num_shares), before)
+        share = offer.shares[message.share]
+        page = share[message.skip : message.skip + MAX_KEYS]
+        return Offered(message.number, len(share), list(page), [offer.before.get(short_hash(key), 0) for key in page])
+
     def _lend(self, reader: bytes, message: Borrow, keys: list[OffloadKey], now_s: float) -> ToReader:
         none = Lent(message.number, [NO_SLOT] * len(keys), [0] * len(keys))
         if (reader, message.number) in self._loans:
             return none
         room = self._max_lent_chunks - self._lent_chunks
-        slots = self._tiers.lend(keys[: max(room, 0)], message.resets)
-        slots += [NO_SLOT] * (len(keys) - len(slots))
-        lent_keys = [key for key, slot in zip(keys, slots, strict=True) if slot != NO_SLOT]
+        slots = self._tiers.lend(keys[: max(room, 0)], message.resets, message.is_use)
+        slots += [BUSY_SLOT] * (len(keys) - len(slots))
+        lent_keys = [key for key, slot in zip(keys, slots, strict=True) if slot > NO_SLOT]
         if not lent_keys:
-            return none
+            return Lent(message.number, slots, none.checksums)
         self._loans[reader, message.number] = _Loan(
             lent_keys, message.resets, now_s + min(max(message.loan_s, 0.0), MAX_LOAN_S)
         )
         self._lent_chunks += len(lent_keys)
         self.counts.lent += len(lent_keys)
-        sums = [0 if slot == NO_SLOT else self._checksum(key, slot) for key, slot in zip(keys, slots, strict=True)]
+        sums = [0 if slot <= NO_SLOT else self._checksum(key, slot) for key, slot in zip(keys, slots, strict=True)]
         return Lent(message.number, slots, sums)
 
     def _end(self, name: tuple[bytes, int]) -> None:

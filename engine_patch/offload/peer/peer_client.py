@@ -17,7 +17,15 @@ import zmq
 from kvrouter.engine_patch.offload.peer.data_plane import DataPlane
 from kvrouter.engine_patch.offload.peer.lender import PeerFacts
 from kvrouter.engine_patch.offload.peer.peer_access import PeerAccess
-from kvrouter.engine_patch.offload.peer.peer_link import Memory, Outcome, PeerLink, Probed, ProbeJob, Pulled, PullJob
+from kvrouter.engine_patch.offload.peer.peer_link import (
+    Memory,
+    Outcome,
+    PeerLink,
+    Pulled,
+    PullJob,
+    Question,
+    unanswered,
+)
 from kvrouter.engine_patch.offload.peer.peer_miss import PeerMiss
 from kvrouter.engine_patch.offload.peer.peer_source import PeerSource
 from kvrouter.engine_patch.offload.peer.peer_wire import MAX_MESSAGE_BYTES, ToSource, encode, read_by_reader
@@ -38,7 +46,7 @@ WAKE = "inproc://wake"
 
 class _Job(NamedTuple):
     source: PeerSource
-    work: ProbeJob | PullJob
+    work: Question | PullJob
 
 
 class _Open:
@@ -89,7 +97,7 @@ class PeerClient:
 
     # The scheduler's thread
 
-    def submit(self, source: PeerSource, work: ProbeJob | PullJob) -> None:
+    def submit(self, source: PeerSource, work: Question | PullJob) -> None:
         """Queue a job; its outcomes come from `poll`."""
         self._jobs.append(_Job(source, work))
         self._wake()
@@ -165,16 +173,14 @@ class PeerClient:
         opened = self._links.get(job.source) or self._connect(job.source, poller, now_s)
         if isinstance(opened, PeerMiss):
             self._refuse(job.work, opened)
-        elif isinstance(job.work, ProbeJob):
-            opened.link.probe(job.work, now_s)
         else:
-            opened.link.pull(job.work, now_s)
+            opened.link.begin(job.work, now_s)
 
-    def _refuse(self, work: ProbeJob | PullJob, miss: PeerMiss) -> None:
-        if isinstance(work, ProbeJob):
-            self._outcomes.append(Probed(work.number, [False] * len(work.keys), miss))
-        else:
+    def _refuse(self, work: Question | PullJob, miss: PeerMiss) -> None:
+        if isinstance(work, PullJob):
             self._outcomes.extend(Pulled(key, slot, miss) for key, slot in zip(work.keys, work.slots, strict=True))
+        else:
+            self._outcomes.append(unanswered(work, miss))
 
     def _connect(self, source: PeerSource, poller: zmq.Poller, now_s: float) -> _Open | PeerMiss:
         socket = self._context.socket(zmq.DEALER)

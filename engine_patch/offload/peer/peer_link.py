@@ -15,22 +15,24 @@ from typing import Any, NamedTuple, TypeAlias
 
 from kvrouter.engine_patch.offload.key import OffloadKey
 from kvrouter.engine_patch.offload.peer.data_plane import Copy, DataPlane, PlaneError
-from kvrouter.engine_patch.offload.peer.lender import NO_SLOT, PeerFacts
+from kvrouter.engine_patch.offload.peer.lender import BUSY_SLOT, NO_SLOT, PeerFacts
 from kvrouter.engine_patch.offload.peer.peer_miss import PeerMiss, miss_of
 from kvrouter.engine_patch.offload.peer.peer_wire import (
     VERSION,
     Borrow,
     Hello,
     Lent,
+    Offer,
+    Offered,
     Present,
     Probe,
-    Refused,
     Return,
     ToReader,
     ToSource,
     Unknown,
     Welcome,
 )
+from kvrouter.events.peer.hand_over import Refused
 
 # Bytes that one call hands to NIXL. Within one machine NIXL copies in the call itself (2 to 5 GB/s measured), and may
 # keep other threads of the engine waiting: this is one millisecond.
@@ -52,6 +54,17 @@ class ProbeJob(NamedTuple):
     deadline_s: float
 
 
+class ShareJob(NamedTuple):
+    """A question for the chunks of a share that are worth most; see `Offer`."""
+
+    number: int
+    share: int
+    num_shares: int
+    skip: int
+    num_resets: int
+    deadline_s: float
+
+
 class PullJob(NamedTuple):
     """Chunks to be fetched, each with the slot that it is for."""
 
@@ -60,6 +73,8 @@ class PullJob(NamedTuple):
     slots: Sequence[int]
     num_resets: int
     deadline_s: float
+    # Whether no request waits for the chunks.
+    is_hand_over: bool = False
 
 
 class Probed(NamedTuple):
@@ -72,6 +87,19 @@ class Probed(NamedTuple):
     miss: PeerMiss | None
 
 
+class Shared(NamedTuple):
+    """The outcome of a `ShareJob`."""
+
+    number: int
+    # All chunks of the share.
+    total: int
+    # The next chunks, and for each the short hash of the block before it, or 0.
+    keys: Sequence[OffloadKey]
+    before: Sequence[int]
+    # Why there are none, or None if the source answered.
+    miss: PeerMiss | None
+
+
 class Pulled(NamedTuple):
     """The outcome of one chunk of a `PullJob`."""
 
@@ -81,7 +109,8 @@ class Pulled(NamedTuple):
     miss: PeerMiss | None
 
 
-Outcome: TypeAlias = Probed | Pulled
+Question: TypeAlias = ProbeJob | ShareJob
+Outcome: TypeAlias = Probed | Shared | Pulled
 
 
 class Memory(NamedTuple):
@@ -150,7 +179,7 @@ class PeerLink:
         self._has_said_hello = False
         # After a failure: the reason, and when the source may be tried again.
         self._failure: tuple[PeerMiss, float] | None = None
-        self._probes: dict[int, ProbeJob] = {}
+        self._questions: dict[int, Question] = {}
         self._pulls: dict[int, _Pull] = {}
         self._pieces: list[_Piece] = []
         # The last sentence with which the source refused, for the log.
@@ -159,7 +188,7 @@ class PeerLink:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is under way."""
-        return not (self._probes or self._pulls or self._pieces)
+        return not (self._questions or self._pulls or self._pieces)
 
     @property
     def is_copying(self) -> bool:
@@ -168,22 +197,29 @@ class PeerLink:
 
     def next_deadline_s(self) -> float | None:
         """Return when the next job is overdue, or None if there is none."""
-        deadlines = [job.deadline_s for job in self._probes.values()]
+        deadlines = [job.deadline_s for job in self._questions.values()]
         deadlines += [pull.job.deadline_s for pull in self._pulls.values() if not pull.is_given_up]
         return min(deadlines, default=None)
 
     # Work
 
-    def probe(self, job: ProbeJob, now_s: float) -> None:
+    def begin(self, job: Question | PullJob, now_s: float) -> None:
+        """Begin a job."""
+        if isinstance(job, PullJob):
+            self.pull(job, now_s)
+        else:
+            self.question(job, now_s)
+
+    def question(self, job: Question, now_s: float) -> None:
         """Ask which chunks the source holds."""
         problem = self._problem(now_s)
         if problem is not None:
-            self._done(Probed(job.number, [False] * len(job.keys), problem))
+            self._done(unanswered(job, problem))
             return
-        self._probes[job.number] = job
+        self._questions[job.number] = job
         self._open()
         if self._welcome is not None:
-            self._send(Probe(job.number, job.num_resets, list(job.keys)))
+            self._send(_message(job))
 
     def pull(self, job: PullJob, now_s: float) -> None:
         """Fetch chunks that the source was found to hold."""
@@ -199,10 +235,10 @@ class PeerLink:
     def tick(self, now_s: float) -> None:
         """Collect transfers, begin others, and end what is overdue."""
         self._collect(now_s)
-        for number, probe in list(self._probes.items()):
-            if probe.deadline_s <= now_s:
-                del self._probes[number]
-                self._done(Probed(number, [False] * len(probe.keys), PeerMiss.DEADLINE))
+        for number, job in list(self._questions.items()):
+            if job.deadline_s <= now_s:
+                del self._questions[number]
+                self._done(unanswered(job, PeerMiss.DEADLINE))
                 if self._welcome is None:
                     # No engine answers there.
                     self._failure = (PeerMiss.GONE, now_s + RETRY_S)
@@ -226,12 +262,16 @@ class PeerLink:
         if isinstance(message, Welcome):
             self._welcomed(message, now_s)
         elif isinstance(message, Present):
-            job = self._probes.pop(message.number, None)
-            if job is not None:
+            job = self._questions.pop(message.number, None)
+            if isinstance(job, ProbeJob):
                 is_whole = len(message.held) == len(job.keys)
                 held = [bool(byte) for byte in message.held] if is_whole else [False] * len(job.keys)
                 miss = miss_of(message.reason) if message.reason else None if is_whole else PeerMiss.PROTOCOL
                 self._done(Probed(job.number, held, miss))
+            elif job is not None:
+                self._done(unanswered(job, PeerMiss.PROTOCOL))
+        elif isinstance(message, Offered):
+            self._offered(message)
         elif isinstance(message, Lent):
             self._lent(message, now_s)
         elif isinstance(message, Unknown):
@@ -261,14 +301,25 @@ class PeerLink:
             self._lose(PeerMiss.TRANSFER, now_s, RETRY_S)
             return
         self._welcome = welcome
-        for probe in self._probes.values():
-            self._send(Probe(probe.number, probe.num_resets, list(probe.keys)))
+        for job in self._questions.values():
+            self._send(_message(job))
         for pull in self._pulls.values():
             self._borrow(pull.job, now_s)
 
     def _borrow(self, job: PullJob, now_s: float) -> None:
         loan_s = max(job.deadline_s - now_s, 0.0) + LOAN_MARGIN_S
-        self._send(Borrow(job.number, job.num_resets, loan_s, list(job.keys)))
+        self._send(Borrow(job.number, job.num_resets, loan_s, list(job.keys), not job.is_hand_over))
+
+    def _offered(self, offered: Offered) -> None:
+        job = self._questions.pop(offered.number, None)
+        if job is None:
+            return
+        if not isinstance(job, ShareJob) or len(offered.keys) != len(offered.before):
+            self._done(unanswered(job, PeerMiss.PROTOCOL))
+            return
+        keys = [OffloadKey(key) for key in offered.keys]
+        miss = miss_of(offered.reason) if offered.reason else None
+        self._done(Shared(job.number, offered.total, keys, offered.before, miss))
 
     def _lent(self, lent: Lent, now_s: float) -> None:
         pull = self._pulls.get(lent.number)
@@ -284,7 +335,7 @@ class PeerLink:
         memory, source = self._memory, self._welcome
         for key, slot, lent_slot, checksum in zip(job.keys, job.slots, lent.slots, lent.checksums, strict=True):
             if lent_slot <= NO_SLOT:
-                self._done(Pulled(key, slot, PeerMiss.ABSENT))
+                self._done(Pulled(key, slot, PeerMiss.BUSY if lent_slot == BUSY_SLOT else PeerMiss.ABSENT))
                 continue
             copy = Copy(
                 source.base + lent_slot * source.slot_bytes, memory.base + slot * memory.slot_bytes, memory.chunk_bytes
@@ -297,7 +348,8 @@ class PeerLink:
 
     def _begin_pieces(self, now_s: float) -> None:
         per_piece = max(1, PIECE_BYTES // self._memory.chunk_bytes)
-        for pull in list(self._pulls.values()):
+        # The sort is stable, so chunks that requests wait for come first, and then the older job.
+        for pull in sorted(self._pulls.values(), key=lambda pull: pull.job.is_hand_over):
             while pull.queue and len(self._pieces) < MAX_PIECES:
                 chunks = [pull.queue.popleft() for _ in range(min(per_piece, len(pull.queue)))]
                 try:
@@ -368,9 +420,9 @@ class PeerLink:
         self.close()
         self._has_said_hello = False
         self._failure = (miss, now_s + retry_s)
-        probes, self._probes = self._probes, {}
-        for probe in probes.values():
-            self._done(Probed(probe.number, [False] * len(probe.keys), miss))
+        questions, self._questions = self._questions, {}
+        for job in questions.values():
+            self._done(unanswered(job, miss))
         for pull in list(self._pulls.values()):
             self._give_up(pull, miss)
 
@@ -381,3 +433,16 @@ class PeerLink:
     def _fail_chunks(self, keys: Sequence[OffloadKey], slots: Sequence[int], miss: PeerMiss) -> None:
         for key, slot in zip(keys, slots, strict=True):
             self._done(Pulled(key, slot, miss))
+
+
+def unanswered(job: Question, miss: PeerMiss) -> Outcome:
+    """Return the outcome of a question that the source does not answer."""
+    if isinstance(job, ShareJob):
+        return Shared(job.number, 0, [], [], miss)
+    return Probed(job.number, [False] * len(job.keys), miss)
+
+
+def _message(job: Question) -> ToSource:
+    if isinstance(job, ShareJob):
+        return Offer(job.number, job.num_resets, job.share, job.num_shares, job.skip)
+    return Probe(job.number, job.num_resets, list(job.keys))

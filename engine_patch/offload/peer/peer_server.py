@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that lends this engine's chunks: it receives messages, asks the `Lender`, and answers."""
+"""The thread that lends this engine's chunks: it receives messages, and the `Lender` or the `Warmer` answers them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from kvrouter.engine_patch.offload.peer.lender import Lender
 from kvrouter.engine_patch.offload.peer.peer_access import PeerAccess
 from kvrouter.engine_patch.offload.peer.peer_miss import PeerMiss
 from kvrouter.engine_patch.offload.peer.peer_source import PeerSource
-from kvrouter.engine_patch.offload.peer.peer_wire import MAX_MESSAGE_BYTES, Refused, ToReader, encode, read_by_source
+from kvrouter.engine_patch.offload.peer.peer_wire import MAX_MESSAGE_BYTES, ToReader, encode, read_by_source
+from kvrouter.engine_patch.offload.peer.warmer import Warmer
 from kvrouter.engine_patch.setup.client_gate import ClientGate
 from kvrouter.engine_patch.setup.throttled_log import ThrottledLog
+from kvrouter.events.peer.hand_over import HandOverRequest, Refused
 
 # How long the thread waits for a message before it looks whether a loan has ended or the engine ends.
 POLL_MS = 100
@@ -27,10 +29,18 @@ class PeerServer:
     """A ROUTER socket and its thread."""
 
     def __init__(
-        self, host: str, port: int, access: PeerAccess, lender: Lender, clock: Callable[[], float], log: ThrottledLog
+        self,
+        host: str,
+        port: int,
+        access: PeerAccess,
+        lender: Lender,
+        warmer: Warmer,
+        clock: Callable[[], float],
+        log: ThrottledLog,
     ) -> None:
         """Bind and start. Raise zmq.ZMQError if the address is taken."""
         self._lender = lender
+        self._warmer = warmer
         self._clock = clock
         self._log = log
         self._gate = None if access.clients is None else ClientGate(access.clients, self._count_refused, log)
@@ -53,9 +63,10 @@ class PeerServer:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread and all loans."""
+        """End the thread, all loans and a hand-over."""
         self._is_closing.set()
         self._thread.join()
+        self._warmer.close()
         self._lender.close()
         self._context.term()
 
@@ -87,6 +98,8 @@ class PeerServer:
             if message is None:
                 self._lender.counts.bad_messages += 1
                 reply: ToReader | None = Refused(PeerMiss.PROTOCOL.value, "the source cannot read this message")
+            elif isinstance(message, HandOverRequest):
+                reply = self._warmer.answer(message)
             else:
                 reply = self._lender.answer(frames[0], message, self._clock())
             if reply is not None:

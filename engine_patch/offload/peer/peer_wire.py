@@ -3,7 +3,8 @@
 
 A reader opens with `Hello`, and the source answers with `Welcome` or `Refused`. Then the reader sends `Probe` (which
 of these chunks do you hold?) and `Borrow` (keep these chunks until I have read them), and ends each loan with `Return`.
-Everything is MessagePack, one message a frame, and bounded.
+In a hand-over it sends `Offer` (which chunks are worth most?) in place of `Probe`; the messages that begin a hand-over
+are those of `events/peer/hand_over.py`. Everything is MessagePack, one message a frame, and bounded.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 from typing import TypeAlias, TypeVar
 
 import msgspec
+
+from kvrouter.events.peer.hand_over import Refused, Warm, Warmed, WarmQuery, WarmStop
 
 # Grows with every change that an older engine would misread. Engines of another version do not exchange chunks.
 VERSION = 1
@@ -43,15 +46,6 @@ class Welcome(msgspec.Struct, tag="welcome", array_like=True):
     slot_bytes: int
 
 
-class Refused(msgspec.Struct, tag="refused", array_like=True):
-    """The source's answer to a message that it does not serve."""
-
-    # The value of a `PeerMiss`.
-    reason: str
-    # A sentence for the reader's log.
-    detail: str
-
-
 class Probe(msgspec.Struct, tag="probe", array_like=True):
     """A question for the chunks that can be read now."""
 
@@ -71,6 +65,31 @@ class Present(msgspec.Struct, tag="present", array_like=True):
     reason: str = ""
 
 
+class Offer(msgspec.Struct, tag="offer", array_like=True):
+    """A question for the chunks that are worth most, in a hand-over."""
+
+    number: int
+    resets: int
+    # The source divides its chunks into `num_shares` shares; the reader fetches the one with the index `share`.
+    share: int
+    num_shares: int
+    # How many chunks of the share the reader knows already.
+    skip: int
+
+
+class Offered(msgspec.Struct, tag="offered", array_like=True):
+    """The answer to an `Offer`: the next chunks of the share, the most valuable first."""
+
+    number: int
+    # All chunks of the share.
+    total: int
+    keys: list[bytes]
+    # For each key the short hash of the block before it, or 0 if the source does not know it.
+    before: list[int]
+    # Why none is offered although the source may hold some: the value of a `PeerMiss`; empty for no such reason.
+    reason: str = ""
+
+
 class Borrow(msgspec.Struct, tag="borrow", array_like=True):
     """A request to keep chunks in their slots until they are read."""
 
@@ -79,13 +98,15 @@ class Borrow(msgspec.Struct, tag="borrow", array_like=True):
     # The reader needs the chunks for this long.
     loan_s: float
     keys: list[bytes]
+    # Whether that is a use, after which the source keeps the chunks longer; a hand-over is none.
+    is_use: bool = True
 
 
 class Lent(msgspec.Struct, tag="lent", array_like=True):
     """The answer to a `Borrow`: for each key its slot and the checksum of key and content."""
 
     number: int
-    # -1: the chunk is not there.
+    # -1: the chunk is not there. -2: the source lends too many at the moment.
     slots: list[int]
     checksums: list[int]
 
@@ -102,8 +123,8 @@ class Unknown(msgspec.Struct, tag="unknown", array_like=True):
     number: int
 
 
-ToSource: TypeAlias = Hello | Probe | Borrow | Return
-ToReader: TypeAlias = Welcome | Refused | Present | Lent | Unknown
+ToSource: TypeAlias = Hello | Probe | Offer | Borrow | Return | Warm | WarmQuery | WarmStop
+ToReader: TypeAlias = Welcome | Refused | Present | Offered | Lent | Unknown | Warmed
 
 MessageT = TypeVar("MessageT")
 

@@ -15,12 +15,14 @@ import zmq
 
 from kvrouter.engine_patch.offload.peer.chunk_checksum import ChunkChecksum
 from kvrouter.engine_patch.offload.peer.data_plane import NixlPlane
-from kvrouter.engine_patch.offload.peer.lender import Lendable, Lender, LenderCounts, PeerFacts
+from kvrouter.engine_patch.offload.peer.lender import Lender, LenderCounts, PeerFacts
 from kvrouter.engine_patch.offload.peer.peer_access import PeerAccess
 from kvrouter.engine_patch.offload.peer.peer_client import PeerClient
 from kvrouter.engine_patch.offload.peer.peer_link import Memory
 from kvrouter.engine_patch.offload.peer.peer_server import PeerServer
 from kvrouter.engine_patch.offload.peer.peer_wire import VERSION, Welcome
+from kvrouter.engine_patch.offload.peer.warmer import Warmer
+from kvrouter.engine_patch.offload.tiers.tiering import Tiering
 from kvrouter.engine_patch.setup.throttled_log import ThrottledLog
 from kvrouter.events.patch.messages import PeerAddress
 
@@ -76,6 +78,7 @@ class Peering:
         self._host, self._port, self._log = host, port, log
         self._access = PeerAccess(host, key_file, list_file)
         self._facts = facts
+        self._slots = slots
         self._checksum = ChunkChecksum(algorithm, slots.slot, slots.chunk_bytes)
         # A name that no other engine has, nor this one after a restart.
         self._plane = NixlPlane(f"kvrouter-{secrets.token_hex(8)}", slots.address, slots.num_slots * slots.slot_bytes)
@@ -88,14 +91,14 @@ class Peering:
         self._server: PeerServer | None = None
         self.counts = LenderCounts()
 
-    def lend(self, tiers: Lendable) -> None:
+    def lend(self, tiers: Tiering) -> None:
         """Start the thread that lends the chunks of these tiers. Raise ValueError if the address is taken."""
+        log = ThrottledLog(self._log, time.monotonic)
+        warmer = Warmer(tiers, self._slots.chunk_bytes, self._slots.num_slots, time.monotonic, log)
         lender = Lender(tiers, self._facts, self._welcome, self._checksum, self._max_lent_chunks)
         self.counts = lender.counts
         try:
-            self._server = PeerServer(
-                self._host, self._port, self._access, lender, time.monotonic, ThrottledLog(self._log, time.monotonic)
-            )
+            self._server = PeerServer(self._host, self._port, self._access, lender, warmer, time.monotonic, log)
         except zmq.ZMQError as error:
             raise ValueError(
                 f"chunks cannot be lent at {self._host}:{self._port} ({error}): set peer_port to a free port"

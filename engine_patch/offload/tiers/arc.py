@@ -130,6 +130,10 @@ class ArcPolicy:
             self._aside_t2.remove(key)
             self._t2[key] = None
 
+    def by_worth(self) -> list[OffloadKey]:
+        """Return all keys: those used again, then those used once, the youngest of each first."""
+        return [*self._aside_t2, *reversed(self._t2), *self._aside_t1, *reversed(self._t1)]
+
     def clear(self) -> None:
         """Forget all keys, ghosts and the target."""
         for keys in (self._t1, self._t2, self._b1, self._b2, self._aside_t1, self._aside_t2, self._returning):

@@ -106,6 +106,12 @@ class CpuTier:
         """Return all READY keys in the order in which they were allocated."""
         return [key for key in self._slots if key not in self._writing]
 
+    def by_worth(self) -> list[OffloadKey]:
+        """Return all READY keys, the most valuable first."""
+        ranked = getattr(self._policy, "by_worth", None)
+        keys = reversed(self._slots) if ranked is None else ranked()
+        return [key for key in keys if key not in self._writing]
+
     def busy_slots(self) -> list[int]:
         """Return the slots that transfers may be using: once for a WRITING key, once for each pin of a pinned one."""
         slots = [self._slots[key] for key in self._writing]

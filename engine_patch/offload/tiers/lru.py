@@ -61,6 +61,10 @@ class LruPolicy:
             self._aside.remove(key)
             self._order[key] = None
 
+    def by_worth(self) -> list[OffloadKey]:
+        """Return all keys, the youngest first."""
+        return [*self._aside, *reversed(self._order)]
+
     def clear(self) -> None:
         """Forget all keys."""
         self._order.clear()

@@ -13,7 +13,16 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from kvrouter.engine_patch.offload.key import OffloadKey
-from kvrouter.engine_patch.offload.peer.peer_link import Outcome, Probed, ProbeJob, Pulled, PullJob
+from kvrouter.engine_patch.offload.peer.peer_link import (
+    Outcome,
+    Probed,
+    ProbeJob,
+    Pulled,
+    PullJob,
+    Question,
+    Shared,
+    ShareJob,
+)
 from kvrouter.engine_patch.offload.peer.peer_miss import PeerMiss
 from kvrouter.engine_patch.offload.peer.peer_source import PeerSource, SourceWish
 from kvrouter.engine_patch.offload.peer.peer_wire import MAX_KEYS
@@ -23,7 +32,7 @@ from kvrouter.engine_patch.offload.tiers.peer_wish import PeerWish
 class Fetcher(Protocol):
     """The part of `PeerClient` that is used here."""
 
-    def submit(self, source: PeerSource, work: ProbeJob | PullJob) -> None:
+    def submit(self, source: PeerSource, work: Question | PullJob) -> None:
         """Queue a job."""
         ...
 
@@ -61,7 +70,7 @@ class PeerTier:
             timeout_s: How long requests wait that name no timeout.
             clock: Returns seconds.
         """
-        # Chunks that arrived, and those that did not, by reason, since the start.
+        # Chunks that arrived for requests, and those that did not, by reason, since the start.
         self.pulled = 0
         self.misses: Counter[PeerMiss] = Counter()
         self._fetcher = fetcher
@@ -72,12 +81,19 @@ class PeerTier:
         self._next_number = 0
         self._probes: dict[int, tuple[PeerWish, Sequence[OffloadKey]]] = {}
         self._pulls: dict[OffloadKey, _Pull] = {}
+        # The answers of a hand-over's source that were not taken yet.
+        self._shared: dict[int, Shared] = {}
 
     @property
     def busy(self) -> bool:
-        """Whether a transfer is under way that is not overdue."""
+        """Whether a transfer for a request is under way that is not overdue."""
         now_s = self._clock()
-        return any(pull.deadline_s > now_s for pull in self._pulls.values())
+        return any(pull.deadline_s > now_s and not pull.wish.is_hand_over for pull in self._pulls.values())
+
+    @property
+    def timeout_s(self) -> float:
+        """How long requests wait that name no timeout."""
+        return self._timeout_s
 
     def wish(self, given: SourceWish) -> PeerWish:
         """Return the state of a request that names a source."""
@@ -136,8 +152,25 @@ class PeerTier:
             self._pulls.update(dict.fromkeys(part, _Pull(wish, wish.deadline_s)))
             self._fetcher.submit(
                 wish.source,
-                PullJob(self._number(), part, slots[start : start + MAX_KEYS], self._num_resets, wish.deadline_s),
+                PullJob(
+                    self._number(),
+                    part,
+                    slots[start : start + MAX_KEYS],
+                    self._num_resets,
+                    wish.deadline_s,
+                    wish.is_hand_over,
+                ),
             )
+
+    def ask_share(self, source: PeerSource, share: int, num_shares: int, skip: int, deadline_s: float) -> int:
+        """Send a question for the chunks of a share, and return its number; `take_shared` returns the answer."""
+        number = self._number()
+        self._fetcher.submit(source, ShareJob(number, share, num_shares, skip, self._num_resets, deadline_s))
+        return number
+
+    def take_shared(self, number: int) -> Shared | None:
+        """Return the answer to a question of `ask_share`, or None if there is none yet."""
+        return self._shared.pop(number, None)
 
     def no_room(self, wish: PeerWish, keys: Sequence[OffloadKey]) -> None:
         """Note that there is no room for chunks that the source holds."""
@@ -150,6 +183,9 @@ class PeerTier:
         for outcome in self._fetcher.poll():
             if isinstance(outcome, Probed):
                 self._take_probed(outcome)
+            elif isinstance(outcome, Shared):
+                # Only the last answer is kept, because a hand-over that ended takes none.
+                self._shared = {outcome.number: outcome}
             else:
                 arrivals.append(self._take_pulled(outcome))
         return arrivals
@@ -184,7 +220,7 @@ class PeerTier:
     def _take_pulled(self, pulled: Pulled) -> Arrival:
         pull = self._pulls.pop(pulled.key, None)
         if pulled.miss is None:
-            self.pulled += 1
+            self.pulled += pull is None or not pull.wish.is_hand_over
             if pull is not None:
                 pull.wish.pulled.add(pulled.key)
         elif pull is not None:
@@ -195,7 +231,7 @@ class PeerTier:
         """Note why a chunk does not come; the first reason counts."""
         if not isinstance(wish.presence.get(key), PeerMiss):
             wish.presence[key] = miss
-            self.misses[miss] += 1
+            self.misses[miss] += not wish.is_hand_over
 
     def _is_late(self, wish: PeerWish) -> bool:
         return wish.deadline_s is not None and wish.deadline_s <= self._clock()

@@ -28,3 +28,5 @@ class PeerWish:
     unqueried: list[OffloadKey] = field(default_factory=list)
     # Chunks that were fetched for the request.
     pulled: set[OffloadKey] = field(default_factory=set)
+    # Whether no request needs the chunks: they belong to a hand-over, which counts them itself.
+    is_hand_over: bool = False

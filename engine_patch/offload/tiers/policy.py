@@ -27,6 +27,9 @@ class Policy(Protocol):
     Keys may be in use: `may_evict` is then false for them, and `victims` passes them over. A policy may set aside the
     keys that it passed over, to meet each once and not at each call: `evictable_again` is called for each such key that
     can be evicted again.
+
+    A policy may have a method `by_worth`, which returns all keys, the last to be evicted first. Without it, a hand-over
+    takes the chunks that were stored last for the most valuable.
     """
 
     def add(self, key: OffloadKey) -> None:

@@ -13,20 +13,27 @@ evicted for another.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from kvrouter.engine_patch.offload.key import OffloadKey
+from kvrouter.engine_patch.offload.key import OffloadKey, short_hash
 from kvrouter.engine_patch.offload.peer.lender import NO_SLOT
 from kvrouter.engine_patch.offload.tiers.cpu_tier import ChunkState, CpuTier
+from kvrouter.engine_patch.offload.tiers.lineage import Lineage, Trail
 from kvrouter.engine_patch.offload.tiers.peer_tier import PeerTier
 from kvrouter.engine_patch.offload.tiers.peer_wish import PeerWish
+from kvrouter.engine_patch.offload.tiers.warming import Batch, Warming
+from kvrouter.events.peer.hand_over import WarmEnd
 
 # vLLM looks up a request that waits for the disk in each step that has room for one more. After this many steps without
 # a look-up, others may use the request's room.
 PATIENCE_STEPS = 256
+# Chunks that a hand-over looks at, or orders, while it holds the lock: less than a millisecond.
+WARM_TURN_CHUNKS = 512
+# Blocks for each slot whose predecessors are known at most: enough unless stores fail often.
+LINEAGE_BLOCKS = 2
 
 
 class LookupAnswer(Enum):
@@ -147,6 +154,8 @@ class Counts:
     # Chunks stored in CPU memory and not on disk, because the disk did not keep up or is off.
     writes_skipped: int = 0
     resets: int = 0
+    # Chunks that hand-overs brought.
+    handed_over: int = 0
 
 
 @dataclass(slots=True)
@@ -167,6 +176,8 @@ class PromotionRequest:
     promoted: set[OffloadKey] = field(default_factory=set)
     # All chunks that the request ever had to wait for.
     awaited: set[OffloadKey] = field(default_factory=set)
+    # The end of what the request has stored.
+    trail: Trail = field(default_factory=Trail)
     # The chunks of the engine that the request names as its source; None if it names none.
     peer: PeerWish | None = None
 
@@ -174,8 +185,9 @@ class PromotionRequest:
 class Tiering:
     """The tiers of one engine, used in its scheduler's thread.
 
-    Another thread lends chunks to other engines by `readable`, `lend` and `take_back`. Both threads hold `lock` while they
-    use the CPU tier; the scheduler's thread takes it in `manager.py`.
+    Another thread lends chunks to other engines by `readable`, `lend` and `take_back`, and a third receives the chunks of
+    a hand-over by `warm` and its neighbours. All threads hold `lock` while they use the CPU tier; the scheduler's thread
+    takes it in `manager.py`.
     """
 
     def __init__(self, cpu: CpuTier, disk: Disk | None, announce: bool = True, peers: PeerTier | None = None) -> None:
@@ -194,6 +206,8 @@ class Tiering:
         self._disk = disk
         self._announce = announce
         self._step = 0
+        # Whether chunks were looked up that the engine may load before the step ends, so that no other thread evicts any.
+        self._in_step = False
         self._changes: list[TierChange] = []
         self._waiting: dict[int, PromotionRequest] = {}
         # Chunks that are being read from disk, and written to it, by slot.
@@ -207,6 +221,11 @@ class Tiering:
         self._missed: list[OffloadKey] = []
         # Whether the engine's workers may still write to slots that a reset freed.
         self._held = False
+        # The known blocks before blocks; None without a peer tier, as only a hand-over needs them.
+        self.lineage = None if peers is None else Lineage(LINEAGE_BLOCKS * cpu.num_slots)
+        self._warming: Warming | None = None
+        # Wakes an engine that is idle, so that it announces what a hand-over brought; by default it waits for a step.
+        self.wake: Callable[[], None] = _do_nothing
         if disk is not None:
             self._say(Medium.STORAGE, False, disk.open())
 
@@ -220,6 +239,7 @@ class Tiering:
             wish: The promotion request of the request that needs the chunk.
             disk: Whether the chunk may be read from disk.
         """
+        self._in_step = True
         if wish.step != self._step:
             wish.step, wish.waits = self._step, False
             wish.needed.clear()
@@ -261,8 +281,18 @@ class Tiering:
         """Let the chunks of a `begin_load` be evicted again."""
         self._cpu.unpin(list(keys))
 
-    def begin_store(self, keys: Iterable[OffloadKey]) -> tuple[list[OffloadKey], list[int]] | None:
-        """Return the keys that are not in memory yet, and a slot for each; None if there is no room for all of them."""
+    def begin_store(
+        self, keys: Iterable[OffloadKey], wish: PromotionRequest | None = None
+    ) -> tuple[list[OffloadKey], list[int]] | None:
+        """Return the keys that are not in memory yet, and a slot for each; None if there is no room for all of them.
+
+        Args:
+            keys: The chunks, in the order of the prompt in each group.
+            wish: The promotion request of the request that stores them, or None.
+        """
+        keys = list(keys)
+        if self.lineage is not None and wish is not None:
+            self.lineage.learn(keys, wish.trail)
         absent: list[OffloadKey] = []
         present: list[OffloadKey] = []
         for key in dict.fromkeys(keys):
@@ -311,6 +341,7 @@ class Tiering:
             if self.peers is not None and wish.peer is not None:
                 self.peers.query(wish.peer)
         self._step += 1
+        self._in_step = False
 
     @property
     def busy(self) -> bool:
@@ -359,6 +390,10 @@ class Tiering:
         self._pulls.clear()
         if self.peers is not None:
             self.peers.clear()
+        if self.lineage is not None:
+            self.lineage.clear()
+        if self._warming is not None:
+            self._warming.reset()
         self._say(Medium.CPU, True, self._cpu.clear(self._outdated))
         if self._disk is not None:
             self._disk.clear()
@@ -373,6 +408,7 @@ class Tiering:
 
     def close(self) -> None:
         """Close the disk."""
+        self.fail_warming()
         if self.peers is not None:
             self.peers.close()
         if self._disk is not None:
@@ -390,16 +426,23 @@ class Tiering:
         with self.lock:
             return [self._cpu.state(key) is ChunkState.READY for key in keys]
 
-    def lend(self, keys: Sequence[OffloadKey], num_resets: int) -> list[int]:
+    def by_worth(self) -> tuple[list[OffloadKey], dict[int, int]]:
+        """Return all chunks that are ready in CPU memory, the most valuable first, and the known blocks before blocks."""
+        with self.lock:
+            return self._cpu.by_worth(), {} if self.lineage is None else self.lineage.copy()
+
+    def lend(self, keys: Sequence[OffloadKey], num_resets: int, is_use: bool = True) -> list[int]:
         """Pin the chunks that are ready in CPU memory, and return for each its slot, or NO_SLOT.
 
-        Nothing is lent if the tiers were not reset exactly `num_resets` times.
+        Nothing is lent if the tiers were not reset exactly `num_resets` times. `is_use` says whether the chunks count as
+        used.
         """
         with self.lock:
             if num_resets != self.counts.resets:
                 return [NO_SLOT] * len(keys)
             ready = [key for key in keys if self._cpu.state(key) is ChunkState.READY]
-            self._touch(ready)
+            if is_use:
+                self._touch(ready)
             self._cpu.pin(ready)
             ready_keys = set(ready)
             return [self._cpu.slot(key) if key in ready_keys else NO_SLOT for key in keys]
@@ -409,6 +452,102 @@ class Tiering:
         with self.lock:
             if num_resets == self.counts.resets:
                 self._cpu.unpin(keys)
+
+    # A hand-over from another engine, for the thread that receives it; each call takes the lock
+
+    def warm(self, warming: Warming) -> None:
+        """Begin a hand-over in place of the last one, which has ended."""
+        with self.lock:
+            self._warming = warming
+
+    def advance_warming(self) -> bool:
+        """Do a bounded share of the work of the hand-over, and return whether it goes on."""
+        with self.lock:
+            warming = self._warming
+            if warming is None or self.peers is None:
+                return False
+            had_changes = bool(self._changes)
+            self._collect_pulls()
+            batch = warming.check_batch()
+            if batch is not None:
+                self._take_batch(batch)
+            warming.check_time()
+            if not warming.end and not warming.is_waiting and not self._in_step:
+                self._warm_further(warming, self.peers)
+            if warming.question is not None and (shared := self.peers.take_shared(warming.question)) is not None:
+                warming.take_shared(shared)
+            is_over = warming.end and warming.batch is None
+            has_news = bool(self._changes) and not had_changes
+        if has_news:
+            self.wake()
+        if is_over and not warming.is_ordered:
+            self._order_warmed(warming)
+        return not is_over
+
+    def fail_warming(self) -> None:
+        """End a hand-over after an error of its thread."""
+        with self.lock:
+            if self._warming is not None:
+                self._warming.finish(WarmEnd.CLOSED)
+
+    def stop_warming(self, number: int) -> None:
+        """End the hand-over of that number; chunks under way still arrive."""
+        with self.lock:
+            if self._warming is not None and self._warming.number == number:
+                self._warming.finish(WarmEnd.STOPPED)
+
+    def _warm_further(self, warming: Warming, peers: PeerTier) -> None:
+        """Begin the next batch, or request more chunks of the share."""
+        if not warming.queue and warming.knows_all:
+            warming.finish(WarmEnd.COMPLETE)
+            return
+        if not warming.queue:
+            warming.question = peers.ask_share(
+                warming.source, warming.share, warming.num_shares, warming.skip, warming.deadline_s()
+            )
+            return
+        if self._held:
+            return
+        keys: list[OffloadKey] = []
+        blocks_before: list[int] = []
+        free = self._cpu.usage.free
+        room = free + warming.evictions_left
+        for _ in range(WARM_TURN_CHUNKS):
+            if not warming.queue or len(keys) == min(warming.batch_chunks, warming.chunks_left, room):
+                break
+            key, before = warming.queue.popleft()
+            if self._cpu.state(key) is not ChunkState.ABSENT or self._on_disk(key):
+                warming.pass_over()
+            else:
+                keys.append(key)
+                blocks_before.append(before)
+        if not keys:
+            if warming.chunks_left < 1 or room < 1:
+                warming.finish(WarmEnd.BYTES if warming.chunks_left < 1 else WarmEnd.ROOM)
+            return
+        slots = self._allocate(keys, self._protected())
+        if slots is None:
+            warming.finish(WarmEnd.ROOM)
+            return
+        wish = PeerWish(warming.source, peers.timeout_s, warming.deadline_s(), is_hand_over=True)
+        self._pulls.update(zip(slots, keys, strict=True))
+        peers.pull(wish, keys, slots)
+        warming.begin(Batch(wish, keys, blocks_before), max(0, len(keys) - free))
+
+    def _take_batch(self, batch: Batch) -> None:
+        """Count the chunks of a batch, and learn their places in prompts from the source."""
+        self.counts.handed_over += len(batch.wish.pulled)
+        for key, before in zip(batch.keys, batch.before, strict=True):
+            if before and self.lineage is not None and key in batch.wish.pulled:
+                self.lineage.adopt(short_hash(key), before)
+
+    def _order_warmed(self, warming: Warming) -> None:
+        """Make the chunks of a hand-over as young as their source valued them: the first that it offered the youngest."""
+        warming.is_ordered = True
+        keys = warming.fetched
+        for end in range(len(keys), 0, -WARM_TURN_CHUNKS):
+            with self.lock:
+                self._cpu.touch(keys[max(0, end - WARM_TURN_CHUNKS) : end])
 
     # Internals
 
@@ -454,6 +593,8 @@ class Tiering:
         if allocation is None:
             return None
         self._say(Medium.CPU, True, allocation.evicted)
+        if self.lineage is not None:
+            self.lineage.drop(allocation.evicted)
         return allocation.slots
 
     def _write_behind(self, key: OffloadKey) -> None:
@@ -540,3 +681,7 @@ class Tiering:
                 self._write_behind(key)
             else:
                 self._cpu.abandon(key)
+
+
+def _do_nothing() -> None:
+    """Do nothing."""
