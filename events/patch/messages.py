@@ -159,6 +159,8 @@ class PeerAddress(msgspec.Struct, frozen=True, omit_defaults=True):
     resets: int = 0
     # Bytes of all groups' KV cache for one token; 0 if that is not known.
     token_bytes: int = 0
+    # The public CURVE key of the socket at which it lends; empty without encryption.
+    key: str = ""
 
 
 class DeclaredCatalog(msgspec.Struct, frozen=True, omit_defaults=True):

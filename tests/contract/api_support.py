@@ -11,7 +11,7 @@ import itertools
 import json
 import random
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from uvicorn.server import ServerState
 
+from kvrouter.contract.hand_overs import HandOverPart
 from kvrouter.contract.hits import GroupCover
 from kvrouter.contract.worker_status import Recovery, TokensStatus, WorkerStatus
 from kvrouter.events.patch.messages import PeerAddress
@@ -265,6 +266,31 @@ class Answer(msgspec.Struct):
         return error
 
 
+class TinyHandOvers:
+    """Hand-overs that satisfy HandOverPort: one worker takes over, and every number but 0 is known."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[Any, ...]] = []
+
+    async def begin(
+        self,
+        worker_id: str,
+        dp_rank: int | None,
+        model: str | None,
+        to: Collection[str] | None,
+        max_bytes: int,
+        within_s: float,
+    ) -> tuple[int, list[HandOverPart]]:
+        self.begun.append((worker_id, dp_rank, model, to, max_bytes, within_s))
+        return 7, await self.progress(7)
+
+    async def progress(self, number: int) -> list[HandOverPart]:
+        return [HandOverPart(worker_id="w1", dp_rank=0, model="m")] if number else []
+
+    async def stop(self, number: int) -> list[HandOverPart]:
+        return await self.progress(number)
+
+
 def build(
     core: TinyCore, clock: Callable[[], float] = lambda: 0.0, tokens: TinyTokens | None = None, **settings: Any
 ) -> tuple[HttpApi, MetricRegistry]:
@@ -285,7 +311,10 @@ def build(
     )
     history = HistoryKeeper(placer.traffic, writer="test", clock=lambda: 0.0, wall_clock=lambda: 0.0)
     metrics, watch = HttpMetrics(registry), Watch(feed, decisions)
-    return build_api(core, placer, config, metrics, clock, tokens, watch=watch, history=history), registry
+    api = build_api(
+        core, placer, config, metrics, clock, tokens, watch=watch, history=history, hand_overs=TinyHandOvers()
+    )
+    return api, registry
 
 
 async def exchange(app: HttpApi, sent: bytes, *, hang_up: bool = False) -> bytes:

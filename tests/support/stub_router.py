@@ -103,7 +103,7 @@ class StubRouter:
                 self.end_headers()
                 self.wfile.write(content)
 
-            do_GET = do_POST = do_PATCH = answer
+            do_GET = do_POST = do_PATCH = do_DELETE = answer
 
             def log_message(self, *_: Any) -> None:
                 pass

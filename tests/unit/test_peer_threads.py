@@ -22,11 +22,11 @@ from kvrouter.engine_patch.offload.peer.peer_server import PeerServer
 from kvrouter.engine_patch.offload.peer.peer_source import PeerSource
 from kvrouter.engine_patch.offload.peer.peer_wire import VERSION, Hello, Welcome, encode, read_by_reader
 from kvrouter.engine_patch.offload.peer.warmer import Warmer
-from kvrouter.engine_patch.offload.tiers.peer_tier import PeerTier
 from kvrouter.engine_patch.setup.throttled_log import ThrottledLog
 from kvrouter.events.peer.hand_over import Refused, Warm, Warmed, WarmEnd, WarmQuery, WarmStop, read_reply
 from tests.support.peer_world import CHUNK_BYTES, IDENTITY, Engine, World, content, key
 from tests.support.ports import free_port
+from tests.support.receiving_engine import ReceivingEngine
 
 HOST = "127.0.0.1"
 WAIT_S = 30.0
@@ -199,21 +199,11 @@ def test_settings_that_would_open_the_cache_are_refused(
         PeerAccess(host, *files)
 
 
-class Receiver:
-    """An engine with all of its threads that receives a hand-over, and the connection that sends it the messages."""
+class Receiver(ReceivingEngine):
+    """An engine that receives a hand-over, and the connection that sends it the messages."""
 
     def __init__(self, stack: ExitStack, access: PeerAccess) -> None:
-        self.engine = engine = Engine(World(), "receiver", 8)
-        self.port = free_port()
-        client = PeerClient(engine.plane, engine.slots, lambda: engine.facts, access, time.monotonic, LOG)
-        engine.tiers.peers = PeerTier(client, WAIT_S, time.monotonic)
-        warmer = Warmer(engine.tiers, CHUNK_BYTES, 8, time.monotonic, LOG)
-        server = PeerServer(HOST, self.port, access, engine.lender, warmer, time.monotonic, LOG)
-        stack.callback(client.close)
-        stack.callback(engine.tiers.fail_warming)
-        stack.callback(server.close)
-        self.woken = threading.Event()
-        engine.tiers.wake = self.woken.set
+        super().__init__(stack, access)
         self.context = stack.enter_context(zmq.Context())
 
     def ask(self, message: Warm | WarmQuery | WarmStop) -> Warmed | Refused:
@@ -245,8 +235,7 @@ def test_an_idle_engine_receives_a_hand_over_and_is_woken_to_announce_it(stack: 
     assert isinstance(receiver.ask(warm(7, open_pair.source.port)), Warmed)
     assert receiver.until_over(7) == Warmed(7, WarmEnd.COMPLETE, 2, 2, 2 * CHUNK_BYTES, 0, 0, 0)
     assert receiver.woken.is_set()
-    receiver.engine.read_changes()
-    assert receiver.engine.announced == {key(1), key(2)}
+    assert receiver.held() == {key(1), key(2)}
 
 
 def test_a_second_hand_over_is_refused_while_one_goes_on_and_a_repeated_message_changes_nothing(

@@ -14,7 +14,7 @@ import zmq
 
 from kvrouter.engine_patch.offload.peer.peer_source import PeerSource
 from kvrouter.engine_patch.setup.client_gate import ClientList
-from kvrouter.events.transport.curve import KEY, CurveClient, read_secret
+from kvrouter.events.transport.curve import KEY, CurveClient, public_key, read_secret
 
 LOCAL_NAMES = frozenset({"localhost"})
 
@@ -45,6 +45,11 @@ class PeerAccess:
         self.clients = None if list_file is None else ClientList(list_file)
         self._list_file = None if list_file is None else Path(list_file)
 
+    @property
+    def public_key(self) -> str:
+        """This engine's public key, empty without keys."""
+        return "" if self.secret is None else public_key(self.secret)
+
     def protect_server(self, socket: zmq.Socket[bytes]) -> None:
         """Set the keys on the socket that lends, before it binds."""
         if self.secret is not None:
@@ -55,10 +60,10 @@ class PeerAccess:
         """Set the keys on a socket that reads, and return whether it may connect to that address."""
         if self._list_file is None:
             return is_local(source.host)
-        public_key = _public_key(self._list_file, source)
-        if public_key is None:
+        listed_key = _public_key(self._list_file, source)
+        if listed_key is None:
             return False
-        CurveClient(public_key, self.secret).apply(socket)
+        CurveClient(listed_key, self.secret).apply(socket)
         return True
 
 

@@ -20,7 +20,7 @@ from kvrouter.router.app.cli.config import config_example, config_markdown, conf
 from kvrouter.router.app.cli.demo import demo
 from kvrouter.router.app.cli.doctor import doctor
 from kvrouter.router.app.cli.explain import explain
-from kvrouter.router.app.cli.fleet_changes import add, drain, remove, undrain
+from kvrouter.router.app.cli.fleet_changes import add, drain, remove, undrain, warm
 from kvrouter.router.app.cli.history import history
 from kvrouter.router.app.cli.replay import replay
 from kvrouter.router.app.cli.savings import savings
@@ -65,6 +65,7 @@ for command in (
     remove,
     drain,
     undrain,
+    warm,
     explain,
     tail,
     doctor,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that change the fleet: `kvrouter add` and `remove`, and `drain` and `undrain`.
+"""The commands that change the fleet: `kvrouter add` and `remove`, `drain`, `undrain` and `warm`.
 
 Each looks the worker up, makes one call, and prints a sentence, or with --json a row, for each of the worker's ranks.
 """
@@ -16,9 +16,20 @@ import msgspec
 import typer
 
 from kvrouter.router.app.cli.api_client import Client, ClientError
+from kvrouter.router.app.cli.hand_over import (
+    MaxBytes,
+    Within,
+    hand_over,
+    has_failed,
+    sentences,
+    show_progress,
+    size_bytes,
+    summary,
+)
 from kvrouter.router.app.cli.options import AsJson, with_router
 from kvrouter.router.app.cli.output import print_json, shaped
 from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.base.common.ids import CPU
 from kvrouter.router.model.config.settings import without_password
 from kvrouter.router.model.workers.listed_worker import listed_worker
 from kvrouter.router.model.workers.registration import UNKNOWN_MODEL
@@ -34,6 +45,15 @@ RANKED = re.compile(r"(?P<id>.*)@(?P<rank>[0-9]{1,9})", re.DOTALL)
 # Hidden, because typer's list of arguments would also show their Python type. The docstrings describe the arguments.
 Spec = Annotated[str, typer.Argument(metavar="SPEC", hidden=True)]
 Worker = Annotated[str, typer.Argument(metavar="ID", hidden=True)]
+HandOver = Annotated[
+    bool, typer.Option("--hand-over", help="have neighbours take over what is worth most in its cache")
+]
+To = Annotated[
+    list[str] | None, typer.Option("--to", metavar="ID", help="hand over only to this worker; may be repeated")
+]
+Source = Annotated[
+    list[str] | None, typer.Option("--from", metavar="ID", help="fetch from this worker; may be repeated")
+]
 Model = Annotated[
     str | None, typer.Option("--model", "-m", metavar="NAME", help="only the worker's part of this model")
 ]
@@ -93,16 +113,90 @@ def remove(worker: Worker, model: Model = None, as_json: AsJson = False, *, clie
 
 
 @with_router
-def drain(worker: Worker, model: Model = None, as_json: AsJson = False, *, client: Client) -> None:
+def drain(
+    worker: Worker,
+    model: Model = None,
+    with_cache: HandOver = False,
+    to: To = None,
+    max_bytes: MaxBytes = None,
+    within: Within = None,
+    as_json: AsJson = False,
+    *,
+    client: Client,
+) -> None:
     """Send a worker no new requests. Requests in flight end as usual; the command does not wait for them.
 
-    ID is the worker's, as `kvrouter workers` shows it; w0@3 is one rank.
+    ID is the worker's, as `kvrouter workers` shows it; w0@3 is one rank. With --hand-over, the workers of its model fetch
+    what is worth most in its CPU memory, and the command waits for that. Ctrl-C ends the hand-over, not the drain.
     """
+    limit = None if max_bytes is None else size_bytes(max_bytes)
+    if not with_cache and (to or max_bytes is not None or within is not None):
+        raise SettingError("--to, --max-bytes and --within are for a hand-over: add --hand-over")
 
     def sentence(row: Row) -> str:
         return f"drains{' already' if row['draining'] else ''}: it gets no new requests; {_in_flight(row)}"
 
-    _set_state(client, worker, model, DRAINING, sentence, as_json)
+    worker_id, selection = _selected(worker, model)
+    rows = _set_state(client, worker_id, selection, DRAINING, sentence, as_json and not with_cache, quiet=as_json)
+    if not with_cache:
+        return
+    state = hand_over(client, worker_id, selection, to or None, limit, within, show_progress)
+    _print_hand_over(state, as_json, {"workers": rows})
+
+
+@with_router
+def warm(
+    worker: Worker,
+    source: Source = None,
+    model: Model = None,
+    max_bytes: MaxBytes = None,
+    within: Within = None,
+    as_json: AsJson = False,
+    *,
+    client: Client,
+) -> None:
+    """Fill the CPU memory of a new worker with what is worth most to another one.
+
+    ID is the new worker's, as `kvrouter workers` shows it. The source is the live worker of its model that holds the most
+    blocks in CPU memory, unless --from names others, which are read in turn. Ctrl-C ends it; what has arrived stays.
+    """
+    limit = None if max_bytes is None else size_bytes(max_bytes)
+    worker_id, selection = _selected(worker, model)
+    rows = _rows(client, worker_id, selection)
+    sources = source or shaped(lambda: [_fullest(client, rows)])
+    parts: list[Row] = []
+    for name in sources:
+        source_id, source_selection = _selected(name, model)
+        each = None if limit is None else max(1, limit // len(sources))
+        share_s = None if within is None else within / len(sources)
+        state = hand_over(client, source_id, source_selection | selection, [worker_id], each, share_s, show_progress)
+        parts += state["parts"]
+    _print_hand_over({"parts": parts}, as_json, {"sources": sources})
+
+
+def _fullest(client: Client, rows: list[Row]) -> str:
+    """Return the id of the live worker with the same model that holds the most blocks in CPU memory."""
+    models, own = {row["model"] for row in rows}, {row["worker_id"] for row in rows}
+    held: dict[str, int] = {}
+    for row in client.call("GET", "/workers")["workers"]:
+        if row["model"] in models and row["worker_id"] not in own and row["state"] == "live":
+            blocks = sum(count for place, count in row["residency"].items() if place.endswith(f":{CPU}"))
+            held[str(row["worker_id"])] = held.get(str(row["worker_id"]), 0) + blocks
+    if not any(held.values()):
+        raise ClientError("no live worker of this model holds blocks in CPU memory: name a source with --from")
+    return max(held, key=lambda name: held[name])
+
+
+def _print_hand_over(state: Row, as_json: bool, more: Row) -> None:
+    """Print how a hand-over ended; exit with 1 if no worker took anything over because of problems."""
+    if as_json:
+        print_json(more | {"hand_over": state})
+    else:
+        for text in sentences(state):
+            print(text)
+        print(summary(state))
+    if has_failed(state):
+        raise typer.Exit(1)
 
 
 @with_router
@@ -116,16 +210,23 @@ def undrain(worker: Worker, model: Model = None, as_json: AsJson = False, *, cli
         text = "gets requests again" if row["draining"] else "was not draining: it gets requests"
         return f"{text}, once its engine answers: it is down" if row["state"] == "down" else text
 
-    _set_state(client, worker, model, ACTIVE, sentence, as_json)
+    _set_state(client, *_selected(worker, model), ACTIVE, sentence, as_json)
 
 
 def _set_state(
-    client: Client, worker: str, model: str | None, state: str, sentence: Callable[[Row], str], as_json: bool
-) -> None:
-    worker_id, selection = _selected(worker, model)
+    client: Client,
+    worker_id: str,
+    selection: Row,
+    state: str,
+    sentence: Callable[[Row], str],
+    as_json: bool,
+    quiet: bool = False,
+) -> list[Row]:
+    """Change a worker's state, print that unless `quiet`, and return its rows as they are shown."""
     before = _rows(client, worker_id, selection)
     client.call("PATCH", _path(worker_id), {"state": state} | selection)
-    _print(before, client.call("GET", "/loads"), sentence, as_json, draining=state == DRAINING)
+    loads = client.call("GET", "/loads")
+    return _print(before, loads, sentence, as_json, draining=state == DRAINING, quiet=quiet and not as_json)
 
 
 def _selected(worker: str, model: str | None) -> tuple[str, Row]:
@@ -151,9 +252,14 @@ def _rows(client: Client, worker_id: str, selection: Row, *, or_none: bool = Fal
 
 
 def _print(
-    rows: list[Row], loads: list[Row], sentence: Callable[[Row], str], as_json: bool, draining: bool | None = None
-) -> None:
-    """Print a sentence for each row, or the rows as JSON.
+    rows: list[Row],
+    loads: list[Row],
+    sentence: Callable[[Row], str],
+    as_json: bool,
+    draining: bool | None = None,
+    quiet: bool = False,
+) -> list[Row]:
+    """Print a sentence for each row, or the rows as JSON, and return the rows as they are shown.
 
     Args:
         rows: The workers as they were listed.
@@ -161,6 +267,7 @@ def _print(
         sentence: Returns the sentence for a row.
         as_json: Whether to print JSON.
         draining: The value to print in place of each row's `draining`, if the command changed it.
+        quiet: Whether to print nothing.
     """
     from kvrouter.router.app.cli.tables import plain, worker_name
     from kvrouter.router.app.cli.worker_table import loads_by_worker
@@ -175,9 +282,10 @@ def _print(
         shown.append(fields | {"draining": row["draining"] if draining is None else draining})
     if as_json:
         print_json({"workers": shown})
-        return
-    for text in texts:
-        print(plain(text))
+    elif not quiet:
+        for text in texts:
+            print(plain(text))
+    return shown
 
 
 def _in_flight(row: Row) -> str:

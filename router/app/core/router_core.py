@@ -21,6 +21,7 @@ from kvrouter.contract.fleet_event import EventType
 from kvrouter.contract.worker_status import WorkerStatus
 from kvrouter.events.transport.permits import Permits
 from kvrouter.router.app.core.core_metrics import CoreMetrics
+from kvrouter.router.app.core.hand_overs import HandOvers
 from kvrouter.router.app.core.hit_finder import HitFinder
 from kvrouter.router.app.core.registration_judge import RegistrationJudge
 from kvrouter.router.app.core.worker_report import count_worker, worker_status
@@ -215,6 +216,8 @@ class Core:
             make_stream=make_stream,
         )
         self.registration_mark = RegistrationMark(self.registry, store_folder)
+        # Numbers that JSON readers hold exactly.
+        self.hand_overs = HandOvers(self.registry, patch_secret, lambda: rng.randrange(1 << 53))
         self.adoption = Adoption(self.fleet, store.schemas, metrics=metrics.fleet, clock=clock)
         self._runs = {
             "mirror": self.mirror_sync.follow,

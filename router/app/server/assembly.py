@@ -226,6 +226,7 @@ class Assembly:
             diagnosis,
             access,
             history,
+            core.hand_overs,
         )
         end_gateway, gateway_port = await self._start_gateway(core, placer, proxy, admission, quality, access)
         limits = HttpLimits(max_connections=connections_possible(HttpLimits().max_connections))

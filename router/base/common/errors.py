@@ -109,6 +109,10 @@ class UnknownWorker(NotFound, default_code="unknown_worker"):
     """404: no worker of this name is registered."""
 
 
+class UnknownHandOver(NotFound, default_code="unknown_hand_over"):
+    """404: no engine that answers knows the hand-over."""
+
+
 class UnknownSelection(NotFound, default_code="unknown_selection"):
     """404: the reservation was released, has expired, or never existed."""
 

@@ -44,6 +44,10 @@ EXAMPLES: dict[tuple[str, str], Any] = {
     ("GET", "/workers"): None,
     ("GET", "/workers/{worker_id}"): None,
     ("PATCH", "/workers/{worker_id}"): {"state": "active"},
+    # Needs engines that lend.
+    ("POST", "/workers/{worker_id}/hand_over"): {"max_bytes": 20_000_000_000, "within_s": 30},
+    ("GET", "/hand_overs/{number}"): None,
+    ("DELETE", "/hand_overs/{number}"): None,
     ("GET", "/v1/models"): None,
     ("GET", "/v1/models/{model}"): None,
     ("POST", "/query"): {"model": MODEL, "token_ids": PROMPT, "explain": True, "held": True},
@@ -110,6 +114,7 @@ EXAMPLES: dict[tuple[str, str], Any] = {
 # The parameters in paths: the meaning of each, and an example.
 PATH_PARTS = {
     "worker_id": ("the worker's id", WORKER),
+    "number": ("the hand-over, by the number in the answer that began it", "4242424242"),
     "selection_id": ("the reservation, by the id of its choice", SELECTION),
     "response_id": ("the response, by the `id` of its creation", "resp_0123456789abcdef0123456789abcdef"),
     "model": ("a name that a request's model may have", MODEL),

@@ -7,9 +7,10 @@ All of it runs in one asyncio loop; `CorePort.ask` is synchronous and does no I/
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
+from kvrouter.contract.hand_overs import HandOverPart
 from kvrouter.contract.worker_status import TokensStatus, WorkerStatus
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.matcher import HitTable
@@ -101,6 +102,30 @@ class CorePort(Protocol):
 
     def health(self) -> Sequence[str]:
         """Return why the process is degraded; empty if it is not."""
+        ...
+
+
+class HandOverPort(Protocol):
+    """The hand-overs of the fleet, as the API sees them. `HandOvers` of `router/app/core/hand_overs.py` implements it."""
+
+    async def begin(
+        self,
+        worker_id: str,
+        dp_rank: int | None,
+        model: str | None,
+        to: Collection[str] | None,
+        max_bytes: int,
+        within_s: float,
+    ) -> tuple[int, Sequence[HandOverPart]]:
+        """Have workers take over from another, and return number and parts. Raises UnknownWorker and Conflict."""
+        ...
+
+    async def progress(self, number: int) -> Sequence[HandOverPart]:
+        """Return the parts of a hand-over; none if no engine knows it."""
+        ...
+
+    async def stop(self, number: int) -> Sequence[HandOverPart]:
+        """End a hand-over, and return its parts; none if no engine knows it."""
         ...
 
 

@@ -43,6 +43,9 @@ SCOPES: dict[Route, Scopes] = {
     ("POST", "/workers"): REGISTER,
     ("PATCH", "/workers/{worker_id}"): REGISTER,
     ("DELETE", "/workers/{worker_id}"): REGISTER,
+    ("POST", "/workers/{worker_id}/hand_over"): REGISTER,
+    ("GET", "/hand_overs/{number}"): REGISTER | WATCH,
+    ("DELETE", "/hand_overs/{number}"): REGISTER,
     # A client that drains a worker watches the requests in flight there; clients that choose workers themselves watch
     # all loads.
     ("GET", "/workers"): REGISTER | WATCH,

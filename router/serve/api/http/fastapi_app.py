@@ -36,6 +36,7 @@ from kvrouter.router.serve.access.access import Access
 from kvrouter.router.serve.api.decisions import decision_routes
 from kvrouter.router.serve.api.diagnosis import DiagnosisPort, diagnosis_routes
 from kvrouter.router.serve.api.events import EventStream
+from kvrouter.router.serve.api.hand_overs import hand_over_routes
 from kvrouter.router.serve.api.health import watch_routes
 from kvrouter.router.serve.api.history import HistoryPort, history_routes
 from kvrouter.router.serve.api.http.guard import Guard
@@ -44,7 +45,7 @@ from kvrouter.router.serve.api.http_metrics import HttpMetrics
 from kvrouter.router.serve.api.models import model_routes
 from kvrouter.router.serve.api.openapi import EVENTS
 from kvrouter.router.serve.api.page import page_routes
-from kvrouter.router.serve.api.ports import CorePort, SourcesPort, TokensPort
+from kvrouter.router.serve.api.ports import CorePort, HandOverPort, SourcesPort, TokensPort
 from kvrouter.router.serve.api.query import QueryRoutes
 from kvrouter.router.serve.api.reservations import end_here, load_routes
 from kvrouter.router.serve.api.responses import encode
@@ -136,6 +137,7 @@ def build_api(
     diagnosis: DiagnosisPort | None = None,
     access: Access | None = None,
     history: HistoryPort | None = None,
+    hand_overs: HandOverPort | None = None,
 ) -> HttpApi:
     """Return the whole HTTP API. It holds no global state, so several may exist in one process.
 
@@ -154,6 +156,7 @@ def build_api(
         diagnosis: Looks for problems; without it, none are reported.
         access: Decides which clients are admitted; without it, the settings at this time decide.
         history: The traffic of the last day and the savings; without it, neither is shown.
+        hand_overs: Has workers hand their caches over; without it, none do.
     """
     shutdown = shutdown or Shutdown()
     access = access or Access(
@@ -183,6 +186,7 @@ def build_api(
     app.state.routes = []
     for router in (
         worker_routes(core, tokens, proxy, sources),
+        *([] if hand_overs is None else [hand_over_routes(hand_overs)]),
         load_routes(core, placer, selecting),
         model_routes(core),
         watching,
