@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("nixl_cu12")
 
+from kvrouter.router.app.cli.commands import run
 from tests.engine.hand_over_fleet import HandOverFleet
 from tests.support.router_process import RouterProcess
 
@@ -19,7 +21,7 @@ pytestmark = pytest.mark.engine
 
 # The part of the former reuse that must be left after one of four engines has handed its cache over.
 LEAST_REUSE = 0.9
-HEADINGS = ("one of four engines ends", "chunks handed over", "reuse before", "reuse after")
+HEADINGS = ("hand-over by", "chunks handed over", "reuse before", "reuse after")
 
 
 @pytest.fixture(autouse=True)
@@ -34,15 +36,16 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-@pytest.mark.parametrize("hands_over", [True, False])
+@pytest.mark.parametrize("way", ["drain --hand-over", "the wire", "none"])
 def test_three_engines_reuse_what_the_fourth_handed_over(
-    hands_over: bool,
+    way: str,
     stack: ExitStack,
     router: RouterProcess,
     models: Callable[[str], Path],
     tmp_path: Path,
     seed: int,
     table: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Without the hand-over, the same fleet loses what the fourth engine knew, so the test would notice."""
     fleet = HandOverFleet(stack, router, tmp_path, models("gemma3"), 4, seed)
@@ -50,18 +53,25 @@ def test_three_engines_reuse_what_the_fourth_handed_over(
     before = fleet.turn(range(4))
     others = [1, 2, 3]
     chunks = 0
-    if hands_over:
+    if way == "the wire":
         fleet.begin(0, others)
         results = fleet.finish(others)
         assert {result.end for result in results} <= {"complete", "room"}, results
         chunks = sum(result.fetched for result in results)
+    elif way != "none":
+        assert run(["drain", "w0", "--hand-over", "--json", "--url", f"http://127.0.0.1:{router.port}"]) == 0
+        parts = json.loads(capsys.readouterr().out)["hand_over"]["parts"]
+        assert {part["end"] for part in parts} <= {"complete", "room"} and len(parts) == 3, parts
+        chunks = sum(part["fetched"] for part in parts)
+        for number in others:
+            fleet.engines[number].do("rest")
     fleet.engines[0].kill()
     after = fleet.turn(others)
     table(
         "Reuse after one engine ended",
         HEADINGS,
         (
-            "with a hand-over" if hands_over else "without",
+            way,
             str(chunks),
             f"{before.share:.3f}",
             f"{after.share:.3f}",
@@ -69,7 +79,7 @@ def test_three_engines_reuse_what_the_fourth_handed_over(
     )
     assert not before.wrong and not after.wrong, (before.wrong, after.wrong)
     kept = after.share / before.share
-    assert (kept >= LEAST_REUSE) is hands_over, f"{before} {after} {kept:.3f}"
+    assert (kept >= LEAST_REUSE) is (way != "none"), f"{before} {after} {kept:.3f}"
     for number in others:
         engine = fleet.engines[number]
         assert engine.do("ledger") == engine.do("resident")
