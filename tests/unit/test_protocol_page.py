@@ -44,6 +44,7 @@ TABLES = {
     "### `catalog`": report.CatalogMessage,
     "#### `DeclaredCatalog`": report.DeclaredCatalog,
     "#### `DeclaredGroup`": report.DeclaredGroup,
+    "#### `PeerAddress`": report.PeerAddress,
     "#### `HashExample`": report.HashExample,
     "### request `hello`": report.HelloRequest,
     "### request `snapshot`": report.SnapshotRequest,

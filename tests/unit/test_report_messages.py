@@ -20,6 +20,7 @@ from kvrouter.events.patch.messages import (
     Heartbeat,
     Hello,
     HelloRequest,
+    PeerAddress,
     PlaceSummary,
     Refused,
     ReportCleared,
@@ -69,6 +70,7 @@ CATALOG = DeclaredCatalog(
     ["c", "d"],
     True,
     engine="sglang",
+    peer=PeerAddress("*", 6001, "5d1f", 1, 4096),
 )
 
 REPORTS: list[Any] = [

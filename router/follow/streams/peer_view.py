@@ -13,6 +13,7 @@ import math
 import msgspec
 
 from kvrouter.contract.worker_status import EngineCache
+from kvrouter.events.patch.messages import PeerAddress
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.base.common.ids import Place
 from kvrouter.router.follow.streams.stream_view import Position
@@ -44,6 +45,9 @@ META_ENGINE_START = "engine_start"
 META_DISK = "disk"
 # The KV cache as the engine's metrics page describes it.
 META_ENGINE_CACHE = "engine_cache"
+# Where the engine lends chunks of its CPU tier. The declared catalog has it too, but is written only with a commit of
+# blocks, and an engine that was just reset or started may have none for long.
+META_LENDING = "lending"
 # The number of the lease under which the state was written, to distinguish the former follower's state from the present
 # one's.
 META_STATE_LEASE = "state_lease"
@@ -77,6 +81,14 @@ def engine_cache(meta: dict[str, bytes]) -> EngineCache:
         return EngineCache()
 
 
+def lending(meta: dict[str, bytes]) -> PeerAddress | None:
+    """Return where the engine declares that it lends chunks; None if nowhere, or if another version wrote the field."""
+    try:
+        return msgspec.json.decode(meta.get(META_LENDING) or b"null", type=PeerAddress | None)
+    except RESTORE_ERRORS:
+        return None
+
+
 def state_fields(
     state: StreamState,
     reason: str,
@@ -84,6 +96,7 @@ def state_fields(
     start_s: float | None,
     disk: str = "",
     cache: EngineCache = NOTHING_SAID,
+    lent_at: PeerAddress | None = None,
 ) -> dict[str, bytes]:
     """Return the state as fields of the worker's `meta` in Redis.
 
@@ -94,6 +107,7 @@ def state_fields(
         start_s: When the engine's process started, None if it is unknown.
         disk: The problem of the engine's disk.
         cache: The KV cache as the engine's metrics page describes it.
+        lent_at: Where the engine declares that it lends chunks.
     """
     return {
         META_ENGINE_START: b"" if start_s is None else repr(start_s).encode(),
@@ -102,6 +116,7 @@ def state_fields(
         META_CREDITED: b"%d" % credited,
         META_DISK: disk.encode(),
         META_ENGINE_CACHE: msgspec.json.encode(cache),
+        META_LENDING: b"" if lent_at is None else msgspec.json.encode(lent_at),
     }
 
 
@@ -193,6 +208,11 @@ class PeerView:
     def cache(self) -> EngineCache:
         """The engine's description of its KV cache, as the worker's follower published it."""
         return engine_cache(self._meta)
+
+    @property
+    def lent_at(self) -> PeerAddress | None:
+        """Where the engine declares that it lends chunks, as the worker's follower published it."""
+        return lending(self._meta)
 
     @property
     def incidents(self) -> Incidents:

@@ -142,7 +142,13 @@ class WorkerRecord:
         ingest = self.ingest
         start_s = self.facts.vitals.start_s
         return state_fields(
-            ingest.state, ingest.reason, self.view.credited, start_s, self.disk_problem, self.facts.cache
+            ingest.state,
+            ingest.reason,
+            self.view.credited,
+            start_s,
+            self.disk_problem,
+            self.facts.cache,
+            ingest.profile.lent_at,
         )
 
     def step(self, event: Event) -> Action:
@@ -222,6 +228,7 @@ class WorkerRecord:
                     "stream state",
                     extra={"worker": view.worker, "state": view.state.value, "reason": view.reason},
                 )
+            if (old.state, old.credited, old.peer) != (view.state, view.credited, view.peer):
                 # The other processes must learn this, even if the change does not come from the stream.
                 self.schedule_write()
             self._changed()
@@ -275,12 +282,13 @@ class WorkerRecord:
         )
 
     def _lending_address(self) -> PeerAddress | None:
-        declared, url = self.profile.declared, self.registration.url
-        given = None if declared is None else declared.peer
-        if given is None:
+        """Return where other engines borrow chunks of this one; the answer for the last declaration is remembered."""
+        declared = self.peer.lent_at if self.is_elsewhere else self.ingest.profile.lent_at
+        url = self.registration.url
+        if declared is None:
             return None
-        if given is not self._lent[0] or url != self._lent[1]:
-            self._lent = given, url, lending_address(given, (self.endpoints.patch, self.endpoints.events, url))
+        if (declared, url) != self._lent[:2]:
+            self._lent = declared, url, lending_address(declared, (self.endpoints.patch, self.endpoints.events, url))
         return self._lent[2]
 
     def _is_guessed(self, state: StreamState) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Collection
 import msgspec
 
 from kvrouter.events.patch.items import Greeted
-from kvrouter.events.patch.messages import DeclaredCatalog
+from kvrouter.events.patch.messages import DeclaredCatalog, PeerAddress
 from kvrouter.events.vllm.messages import MAX_ERROR_CHARS
 from kvrouter.events.vllm.stream_items import Flooded
 from kvrouter.router.base.common.checksum import seal, unseal
@@ -208,6 +208,11 @@ class WorkerProfile:
         if self._catalog is None or version != self._catalog[0]:
             self._catalog = version, self.learner.catalog(identity.hash_block_size, identity.scheme.algo)
         return self._catalog[1]
+
+    @property
+    def lent_at(self) -> PeerAddress | None:
+        """Where the engine declares that it lends chunks of its CPU tier, None if it does not."""
+        return None if self.declared is None else self.declared.peer
 
     @property
     def stage(self) -> StreamState:
