@@ -18,6 +18,7 @@ from __future__ import annotations
 import gc
 import random
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from kvrouter.router.base.common.ids import CPU, GPU, Place, WorkerKey
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.index.matching.matcher import HashPlans, Matcher, WorkerView
 from kvrouter.router.index.matching.mirror import Mirror
-from kvrouter.router.index.matching.question import Question
+from kvrouter.router.index.matching.question import Hit, Question
 from kvrouter.router.model.config.settings import Config
 from kvrouter.router.model.engines.engine_metrics import EngineLoad
 from kvrouter.router.model.kvcache.block_hash import HashScheme
@@ -104,11 +105,11 @@ class LendingFleet(Fleet):
                 self.placer.weights.table.reserve(f"r{number}", key, 1_000 + number, 2_000, time.monotonic())
         self.ask = PlacementRequest(self.question)
 
-    def match(self) -> object:
+    def match(self) -> list[Hit]:
         return self.matcher.match(self.question, self.plans)
 
-    def hits(self, question: Question) -> list[object]:  # type: ignore[override]
-        return self.match()  # type: ignore[return-value]
+    def hits(self, question: Question) -> Sequence[Hit]:
+        return self.match()
 
     def peer(self, worker: WorkerKey) -> PeerAddress | None:
         return self.address

@@ -123,6 +123,17 @@ class Child:
         """
         return {place: [len(keys), sum(keys) % 2**64] for place, keys in self._places().items() if keys}
 
+    def hashes(self) -> dict[str, list[int]]:
+        """Return the hashes of the blocks of each place."""
+        return {place: sorted(keys) for place, keys in self._places().items()}
+
+    def declared(self) -> dict[str, Any]:
+        """Return the catalog as the patch declared it last."""
+        import msgspec
+
+        declared: dict[str, Any] = msgspec.to_builtins(self._reporter()._declared)
+        return declared
+
     def _places(self) -> dict[str, set[int]]:
         places: dict[str, set[int]] = {}
 

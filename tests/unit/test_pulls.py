@@ -61,6 +61,13 @@ def test_a_window_that_the_source_lacks_may_be_the_workers_own() -> None:
     assert pulls_of(hits) == [[], [("w0", 192)]]
 
 
+def test_the_next_question_borrows_nothing() -> None:
+    fleet = lenders([HOLDS, PART], CATALOG)
+    first = fleet.hits(NUM_TOKENS)
+    assert [hit.by_tier for hit in first] == [(0, 192, 192), (64, 64, 64)] and pulls_of(first)[1] == [("w0", 192)]
+    assert fleet.hits(NUM_TOKENS) == first
+
+
 def test_the_best_source_comes_first_and_there_are_only_a_few() -> None:
     held = [{Place(0, CPU): range(end)} for end in (3, 7, 12, 5, 9, 1)]
     hits = lenders([*held, LACKS], CATALOG).hits(NUM_TOKENS)

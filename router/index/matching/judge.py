@@ -129,8 +129,7 @@ class Judge:
                     if self.reaches[i] <= own:
                         break
                     s = self.sources[i]
-                    if s == w:
-                        continue
+                    # A worker that is a source itself gains nothing from itself.
                     tokens = self.reaches[i] if is_empty else self.hit_with(w, s, found[w, FOUND_GPU], num_tokens)
                     if tokens <= own:
                         continue

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text by which readers know which engines exchange chunks."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrouter.engine_patch.offload.peer import peering
+from kvrouter.engine_patch.offload.peer.lender import PeerFacts
+from kvrouter.engine_patch.offload.peer.peer_wire import VERSION, Hello
+from kvrouter.engine_patch.offload.peer.peering import exchange, is_wildcard
+
+FACTS = PeerFacts(b"a" * 32, b"b" * 32)
+
+
+@pytest.mark.parametrize(
+    "other", [FACTS, PeerFacts(b"c" * 32, b"b" * 32), PeerFacts(b"a" * 32, b"c" * 32), PeerFacts(b"a" * 32, b"b" * 16)]
+)
+def test_engines_have_the_text_in_common_exactly_if_they_would_answer_each_other(other: PeerFacts) -> None:
+    would_answer = FACTS.differs(Hello(VERSION, other.identity, other.hash_root)) is None
+    assert (exchange(FACTS) == exchange(other)) is would_answer
+
+
+def test_another_version_of_the_protocol_has_another_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = exchange(FACTS)
+    monkeypatch.setattr(peering, "VERSION", VERSION + 1)
+    assert exchange(FACTS) != now
+
+
+@pytest.mark.parametrize(
+    ("host", "wildcard"), [("0.0.0.0", True), ("::", True), ("*", True), ("127.0.0.1", False), ("node-1", False)]
+)
+def test_a_wildcard_is_known(host: str, wildcard: bool) -> None:
+    assert is_wildcard(host) is wildcard
