@@ -84,23 +84,26 @@ def query_reply(hits: Iterable[Hit], explain: bool, held: bool = False) -> Query
         if hit.by_tier[::-1] > best_hit.by_tier[::-1]:
             best[name] = hit
     return QueryReply(
-        {name: _instance(hit, scores[name], pulls.get(name), explain, held) for name, hit in best.items()}, scores
+        {
+            name: _instance(hit, scores[name], pulls.get(name) if pulls else None, explain, held)
+            for name, hit in best.items()
+        },
+        scores,
     )
 
 
 def _instance(hit: Hit, dp: dict[str, int], pull: Pull | None, explain: bool, held: bool) -> InstanceReply:
     """Return the entry of one worker. `dp` has the longest match of each of its ranks, and `pull` the best source."""
-    if pull is not None and pull.tokens <= hit.tokens:
-        # Another rank reuses more without a source.
-        pull = None
     always: dict[str, Any] = {
         **_tokens(hit, dp),
         "state": hit.state,
         "reason": hit.reason or None,
         "approximate": hit.approximate or None,
         "held": hit.held if held else None,
-        "peer": None if pull is None else _peer(pull, _id_text),
     }
+    # If another rank reuses as much without a source, the source adds nothing.
+    if pull is not None and pull.tokens > hit.tokens:
+        always["peer"] = _peer(pull, _id_text)
     if not explain:
         return InstanceReply(**always)
     return ExplainedInstance(**always, groups=hit.groups, limited_by=hit.limited_by)
