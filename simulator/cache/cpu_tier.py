@@ -10,7 +10,7 @@ recent. Source: vLLM 0.32.0 kv_offload/cpu/manager.py and policies/lru.py. No I/
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvrouter.simulator.cache.pool import Event, Key
@@ -59,6 +59,8 @@ class CpuTier:
         # Readers by chunk, or WRITING; least recently used first.
         self._readers: OrderedDict[Key, int] = OrderedDict()
         self._idle = 0
+        # Chunks for which requests wait that name another replica as their source: they are not evicted.
+        self.awaited: Container[Key] = frozenset()
         self._events: list[CacheEvent] = []
 
     def resident(self) -> set[Key]:
@@ -75,6 +77,12 @@ class CpuTier:
         for key in keys:
             self._idle -= self._readers[key] == 0
             self._readers[key] += 1
+
+    def lend(self, keys: Sequence[Key]) -> None:
+        """Pin chunks that another replica is about to read; the first of them becomes the most recently used."""
+        for key in reversed(keys):
+            self._readers.move_to_end(key)
+        self.begin_load(keys)
 
     def end_load(self, keys: Iterable[Key]) -> None:
         """Unpin chunks that have been read."""
@@ -111,6 +119,11 @@ class CpuTier:
             self._idle += 1
             self._events.append(OffloadedChunk(key))
 
+    def abandon(self, keys: Iterable[Key]) -> None:
+        """Forget chunks that were being written, as their data does not arrive."""
+        for key in keys:
+            del self._readers[key]
+
     def used(self, uses: Uses) -> None:
         """Make an ended request's chunks the most recently used, the beginning of its text most of all."""
         for key in uses.tail_first():
@@ -127,7 +140,7 @@ class CpuTier:
             return False
         victims = []
         for key, readers in self._readers.items():
-            if readers == 0 and key not in protected:
+            if readers == 0 and key not in protected and key not in self.awaited:
                 victims.append(key)
                 if len(victims) == count:
                     break

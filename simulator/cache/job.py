@@ -6,6 +6,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from kvrouter.simulator.cache.peer import PeerWish
 from kvrouter.simulator.cache.pool import Block
 from kvrouter.simulator.cache.text import Text
 
@@ -55,6 +56,8 @@ class Job:
     preemptions: int = 0
     running: bool = False
     handover: Handover = Handover.NONE
+    # The replica from which missing chunks are fetched; None if the request names none.
+    peer: PeerWish | None = None
     # By group, the blocks that the request left for another replica.
     given_blocks: list[list[int]] = field(default_factory=list)
     # Whether a load writes into the request's blocks.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transfers between a replica's GPU and its CPU tier, as the scheduler side of vLLM's OffloadingConnector plans them.
 
-Prompts are stored as their blocks become full, and loaded where the tier reaches further than the GPU's cache. Chunks
+Prompts are stored as their blocks become full, and loaded where the tier reaches further than the GPU's cache. What
+neither holds is fetched into the tier first, from the replica that the request names as its source (`peer.py`). Chunks
 have one block, and only prompts are stored (vLLM's defaults, without EAGLE). A prompt that is aborted during its
 prefill keeps no shorter tail. Source: vLLM 0.32.0 kv_connector/v1/offloading/scheduler.py. No I/O or clock: the caller
 reports when a transfer has ended.
@@ -9,14 +10,21 @@ reports when a transfer has ended.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import takewhile
 
 from kvrouter.simulator.cache.cpu_tier import CacheEvent, CpuTier, Uses
 from kvrouter.simulator.cache.job import Job
 from kvrouter.simulator.cache.kv_cache import KVCache
+from kvrouter.simulator.cache.peer import Lender, PeerCounts, PeerMiss, PeerWish, Pull
 from kvrouter.simulator.cache.pool import Block, Key
 from kvrouter.simulator.cache.shapes import FULL_KINDS, WINDOW_KINDS, GroupShape
+
+
+# Whether a chunk can be loaded, by its key; None while that is not certain yet.
+LookUp = Callable[[Key], bool | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,8 @@ class Offload:
 
     def __init__(self, cache: KVCache, num_chunks: int) -> None:
         self.tier = CpuTier(num_chunks)
+        self.lender = Lender(self.tier)
+        self.peer_counts = PeerCounts()
         self._cache = cache
         self._shapes = cache.geometry.groups
         full = [g for g, shape in enumerate(self._shapes) if shape.kind in FULL_KINDS]
@@ -77,11 +87,16 @@ class Offload:
         self._allocated: set[Block] = set()
         self._new_loads: list[Transfer] = []
         self._next_number = 0
+        # Requests that wait for chunks of other replicas.
+        self._waiting: dict[Job, PeerWish] = {}
+        self._pulls: dict[int, Pull] = {}
+        # Chunks that arrive too late for the requests for which they are fetched.
+        self._overdue: set[Key] = set()
 
     @property
     def busy(self) -> bool:
         """Whether transfers are under way, or chunks of an ended request are still to be offered."""
-        return bool(self._transfers or self._ended)
+        return bool(self._transfers or self._ended or self._pulls)
 
     def find(self, job: Job, local_tokens: int) -> int | None:
         """Return the tokens that can be loaded beyond `local_tokens`, or None if a transfer must end first.
@@ -96,7 +111,18 @@ class Offload:
         if request.transfers:
             return None
         request.local_tokens = local_tokens
-        return self.ask(job.text.hashes, job.text.num_tokens, local_tokens)
+        wish = job.peer
+        if wish is None:
+            return self.ask(job.text.hashes, job.text.num_tokens, local_tokens)
+        wish.needed.clear()
+        wish.missing.clear()
+        loadable = self._ask(job.text.hashes, job.text.num_tokens, local_tokens, partial(self._look_up, wish))
+        if loadable is None or wish.missing:
+            # As in the engine, what the look-up came across is fetched, also for a request that does not wait for it.
+            self._waiting[job] = wish
+        else:
+            self._waiting.pop(job, None)
+        return loadable
 
     def begin_load(self, job: Job, loaded_tokens: int) -> None:
         """Begin the load of `loaded_tokens` tokens behind the hit on the GPU; the job has its blocks already."""
@@ -113,6 +139,7 @@ class Offload:
             keys |= {self._key(job.text.hashes, g, i): (i + 1) * size for i in range(first, end)}
             request.next_stored[g] = end
         self.tier.begin_load(keys)
+        self._waiting.pop(job, None)
         request.uses.ends |= keys
         self._loading.update(keys)
         self._new_loads.append(self._transfer(job, keys, loaded_tokens))
@@ -124,6 +151,8 @@ class Offload:
 
     def plan(self, jobs: Sequence[Job]) -> tuple[list[Transfer], list[Transfer]]:
         """Return the loads and the stores that begin with a step that computes these jobs."""
+        if self._waiting or self.tier.awaited:
+            self.tier.awaited = frozenset().union(*(wish.needed for wish in self._waiting.values()))
         self._note_blocks(jobs)
         stores = self._store_states()
         for job in (*jobs, *self._ended):
@@ -133,13 +162,25 @@ class Offload:
         for job in self._ended:
             self.tier.used(self._requests[job].uses)
             del self._requests[job]
+            self._waiting.pop(job, None)
         self._ended.clear()
         self._allocated.clear()
         loads, self._new_loads = self._new_loads, []
         return loads, stores
 
-    def end(self, number: int) -> Transfer:
-        """End a transfer, and return it."""
+    def plan_pulls(self) -> list[Pull]:
+        """Return the fetches from other replicas that begin with the step."""
+        if not self._waiting:
+            return []
+        pulls = [pull for wish in self._waiting.values() if wish.missing and (pull := self._pull(wish))]
+        self._waiting = {job: wish for job, wish in self._waiting.items() if job.reused is None}
+        return pulls
+
+    def end(self, number: int) -> Transfer | None:
+        """End a transfer, and return it; None if it came from another replica."""
+        if number in self._pulls:
+            self._end_pull(self._pulls[number])
+            return None
         transfer = self._transfers.pop(number)
         if transfer.is_load:
             self.tier.end_load(transfer.keys)
@@ -158,6 +199,19 @@ class Offload:
 
     def ask(self, hashes: Sequence[bytes], num_tokens: int, local_tokens: int) -> int | None:
         """Return what `find` would return for such a prompt. Changes nothing.
+
+        Requests that name a source are left aside.
+        """
+        return self._ask(hashes, num_tokens, local_tokens, self.tier.lookup)
+
+    def reach(self, hashes: Sequence[bytes], num_tokens: int, local_tokens: int, look_up: LookUp) -> int:
+        """Return the tokens that could be loaded beyond `local_tokens` if the chunks were those that `look_up` finds."""
+        return self._ask(hashes, num_tokens, local_tokens, look_up, waits=False) or 0
+
+    def _ask(
+        self, hashes: Sequence[bytes], num_tokens: int, local_tokens: int, look_up: LookUp, waits: bool = True
+    ) -> int | None:
+        """Return the tokens that can be loaded beyond `local_tokens`, or None if a transfer must end first.
 
         The groups shorten the hit in turn until it no longer changes. Source: _lookup_complete_chunks.
         """
@@ -178,7 +232,7 @@ class Offload:
                 if limit - local_tokens < size:
                     return 0
                 start, end = local_tokens // size, min(-(-limit // size), chunks)
-                run = self._run(hashes, g, start, end, limit)
+                run = self._run(hashes, g, start, end, limit, look_up)
                 if run == 0:
                     return 0
                 if run is None:
@@ -195,27 +249,31 @@ class Offload:
                         groups = self._sparse
                 looked_at_sparse |= shape.kind not in FULL_KINDS
                 hit = new
-        if deferred or self._waits_for_load(hashes, local_tokens, hit):
+        if deferred or (waits and self._waits_for_load(hashes, local_tokens, hit)):
             return None
         return hit
 
-    def _run(self, hashes: Sequence[bytes], g: int, start: int, end: int, limit: int) -> int | None:
+    def _run(
+        self, hashes: Sequence[bytes], g: int, start: int, end: int, limit: int, look_up: LookUp
+    ) -> int | None:
         shape = self._shapes[g]
-        lookups = [self.tier.lookup(self._key(hashes, g, i)) for i in range(start, end)]
+        # No more chunks are looked up than the engine does, as a look-up may fetch them.
         if shape.kind in FULL_KINDS:
-            length = next((n for n, lookup in enumerate(lookups) if lookup is False), len(lookups))
-            return None if None in lookups[:length] else length
+            lookups = map(look_up, (self._key(hashes, g, i) for i in range(start, end)))
+            found = list(takewhile(lambda lookup: lookup is not False, lookups))
+            return None if None in found else len(found)
         window = self._window_chunks(shape)
         required = self._load_window(shape, min(limit, end * shape.block_size))
         run, pending = 0, False
-        for i in range(len(lookups) - 1, -1, -1):
-            if lookups[i] is False:
+        for i in range(end - 1, start - 1, -1):
+            lookup = look_up(self._key(hashes, g, i))
+            if lookup is False:
                 run, pending, required = 0, False, window
             else:
                 run += 1
-                pending |= lookups[i] is None
+                pending |= lookup is None
             if run == required:
-                return None if pending else i + required
+                return None if pending else i - start + required
         return None if pending else run
 
     def _waits_for_load(self, hashes: Sequence[bytes], local_tokens: int, hit: int) -> bool:
@@ -230,6 +288,79 @@ class Offload:
             if any(self._key(hashes, g, i) in self._loading for i in range(start, end)):
                 return True
         return False
+
+    # Chunks of other replicas
+
+    def _look_up(self, wish: PeerWish, key: Key) -> bool | None:
+        """Return whether a chunk can be loaded; None if it is being written, or will be fetched from the source."""
+        held = self.tier.lookup(key)
+        if held is False:
+            if not self._can_fetch(wish, key):
+                return False
+            held = wish.missing[key] = None
+        elif held is None and (key in self._overdue or wish.is_late):
+            self._miss(wish, key, PeerMiss.DEADLINE)
+            return False
+        wish.needed.add(key)
+        return held
+
+    def _can_fetch(self, wish: PeerWish, key: Key) -> bool:
+        if key in wish.missed:
+            return False
+        if wish.source.gone:
+            self._miss(wish, key, PeerMiss.GONE)
+        elif wish.is_late:
+            self._miss(wish, key, PeerMiss.DEADLINE)
+        elif wish.source.tier.lookup(key) is not True:
+            self._miss(wish, key, PeerMiss.ABSENT)
+        else:
+            return True
+        return False
+
+    def _miss(self, wish: PeerWish, key: Key, miss: PeerMiss) -> None:
+        """Note why a chunk does not come; the first reason counts."""
+        if key not in wish.missed:
+            wish.missed.add(key)
+            self.peer_counts.missed[miss] += 1
+
+    def _pull(self, wish: PeerWish) -> Pull | None:
+        """Begin to fetch the chunks that a request misses, as far as there is room."""
+        wanted = [key for key in wish.missing if self.tier.lookup(key) is False and self._can_fetch(wish, key)]
+        keys = []
+        for number, key in enumerate(wanted):
+            # The position in the text does not matter: the request's own `Uses` are noted when it loads the chunk.
+            if not self.tier.begin_store({key: 0}, Uses()):
+                for refused in wanted[number:]:
+                    self._miss(wish, refused, PeerMiss.NO_ROOM)
+                break
+            keys.append(key)
+        if not keys:
+            return None
+        wish.source.tier.lend(keys)
+        pull = Pull(self._next_number, wish, tuple(keys))
+        self._next_number += 1
+        self._pulls[pull.number] = pull
+        return pull
+
+    def _end_pull(self, pull: Pull) -> None:
+        wish = pull.wish
+        if pull.arrives_late and not pull.given_up:
+            pull.given_up = wish.is_late = True
+            self._overdue.update(pull.keys)
+            for key in pull.keys:
+                self._miss(wish, key, PeerMiss.DEADLINE)
+            return
+        del self._pulls[pull.number]
+        self._overdue.difference_update(pull.keys)
+        if wish.source.gone:
+            self.tier.abandon(pull.keys)
+            for key in pull.keys:
+                self._miss(wish, key, PeerMiss.GONE)
+            return
+        wish.source.tier.end_load(pull.keys)
+        self.tier.end_store(pull.keys)
+        self.peer_counts.pulled += len(pull.keys)
+        wish.pulled.update(pull.keys)
 
     @staticmethod
     def _window_chunks(shape: GroupShape) -> int:

@@ -17,6 +17,7 @@ from kvrouter.simulator.cache.hit import PrefixHit
 from kvrouter.simulator.cache.job import Handover, Job
 from kvrouter.simulator.cache.kv_cache import KVCache
 from kvrouter.simulator.cache.offload import Offload
+from kvrouter.simulator.cache.peer import PeerWish
 from kvrouter.simulator.cache.pool import BlockPool
 from kvrouter.simulator.cache.shapes import Geometry
 from kvrouter.simulator.cache.text import Text, TokenText, next_token
@@ -132,16 +133,21 @@ class Replica:
         loadable = self.offload.ask(text.hashes, text.num_tokens, gpu) if self.offload is not None else 0
         return gpu, gpu + (loadable or 0)
 
-    def submit(self, text: Text, max_tokens: int) -> Job:
+    def submit(self, text: Text, max_tokens: int, *, peer: PeerWish | None = None) -> Job:
         """Queue a request. Raises RequestRefused if it is empty or can never be finished."""
-        job = self.prepare(text, max_tokens)
+        job = self.prepare(text, max_tokens, peer=peer)
         self.scheduler.add(job)
         return job
 
-    def prepare(self, text: Text, max_tokens: int, *, handover: Handover = Handover.NONE) -> Job:
-        """Create a request without queueing it, which is also allowed during a step. Raises RequestRefused."""
+    def prepare(
+        self, text: Text, max_tokens: int, *, handover: Handover = Handover.NONE, peer: PeerWish | None = None
+    ) -> Job:
+        """Create a request without queueing it, which is also allowed during a step. Raises RequestRefused.
+
+        A replica without a CPU tier ignores `peer`, the request's source.
+        """
         self._check(text.num_tokens, max_tokens)
-        return Job(text, text.num_tokens, max_tokens, self.cache.tables(), handover=handover)
+        return Job(text, text.num_tokens, max_tokens, self.cache.tables(), handover=handover, peer=peer)
 
     def abort(self, job: Job) -> None:
         """Drop a request and free its blocks."""
@@ -170,7 +176,7 @@ class Replica:
         job = self.submit(text, max_tokens)
         while not job.finished:
             step = self.begin_step()
-            self.end_step(step, [transfer.number for transfer in (*step.loads, *step.stores)])
+            self.end_step(step, [transfer.number for transfer in (*step.loads, *step.stores, *step.pulls)])
         return Completion(len(prompt), job.cached, text.tokens(len(prompt), text.num_tokens))
 
     def reset_prefix_cache(self) -> bool:

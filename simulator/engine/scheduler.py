@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from kvrouter.simulator.cache.job import Handover, Job
 from kvrouter.simulator.cache.kv_cache import KVCache
 from kvrouter.simulator.cache.offload import Offload, Transfer
+from kvrouter.simulator.cache.peer import Pull
 
 
 @dataclass(slots=True)
@@ -30,6 +31,7 @@ class Step:
     # Transfers that begin with the step.
     loads: list[Transfer] = field(default_factory=list)
     stores: list[Transfer] = field(default_factory=list)
+    pulls: list[Pull] = field(default_factory=list)
     # Jobs that sampled a token, and those among them that ended: empty until the step is settled.
     sampled: list[Job] = field(default_factory=list)
     finished: list[Job] = field(default_factory=list)
@@ -105,6 +107,7 @@ class Scheduler:
                 self._unfinished_prefills.discard(job)
         if self.offload is not None:
             step.loads, step.stores = self.offload.plan(step.jobs)
+            step.pulls = self.offload.plan_pulls()
         step.loads += self._new_receipts
         self._new_receipts = []
         return step
@@ -158,12 +161,13 @@ class Scheduler:
                 job.last_token = grow()
 
     def _end_transfer(self, number: int) -> None:
+        transfer: Transfer | None
         if number < 0:
             transfer = self._receiving.pop(number)
         else:
             assert self.offload is not None
             transfer = self.offload.end(number)
-        if transfer.is_load:
+        if transfer is not None and transfer.is_load:
             transfer.job.loading = False
             if transfer.job.aborted:
                 self.cache.free(transfer.job)

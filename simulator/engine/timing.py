@@ -25,10 +25,19 @@ class Timing:
     load_tokens_per_s: float = 380_000.0
     # A transfer's launch and its notice to the scheduler.
     load_base_s: float = 0.001
+    # Fetching from another replica's CPU tier: a chunk on the source's link, and the way to the source and back.
+    peer_chunk_s: float = 0.0
+    peer_latency_s: float = 0.0
 
     def __post_init__(self) -> None:
         rates = (self.prefill_tokens_per_s, self.load_tokens_per_s)
-        times = (self.step_base_s, self.decode_sequence_s, self.load_base_s)
+        times = (
+            self.step_base_s,
+            self.decode_sequence_s,
+            self.load_base_s,
+            self.peer_chunk_s,
+            self.peer_latency_s,
+        )
         if not (all(rate > 0 for rate in rates) and all(time >= 0 for time in times)):
             raise ValueError(f"rates are above 0 and times are not below it, unlike in {self}")
 

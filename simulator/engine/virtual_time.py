@@ -17,6 +17,7 @@ from itertools import accumulate, repeat
 from typing import Literal
 
 from kvrouter.simulator.cache.job import Job
+from kvrouter.simulator.cache.peer import PeerWish
 from kvrouter.simulator.cache.text import Text
 from kvrouter.simulator.engine.replica import Replica, Stuck
 from kvrouter.simulator.engine.scheduler import Step
@@ -55,10 +56,10 @@ class VirtualReplica:
         self._quiet_ends_s: list[float] = []
         self._transfers = TransferTimes(timing)
 
-    def submit(self, text: Text, max_tokens: int, now_s: float) -> Job:
+    def submit(self, text: Text, max_tokens: int, now_s: float, peer: PeerWish | None = None) -> Job:
         """Submit a request; an idle replica begins a step at once. Raises RequestRefused."""
         self.now_s = now_s
-        job = self.replica.submit(text, max_tokens)
+        job = self.replica.submit(text, max_tokens, peer=peer)
         if self._quiet_ends_s:
             # The request joins after the step that is under way now.
             self._quiet_ends_s = self._quiet_ends_s[: bisect_right(self._quiet_ends_s, now_s) + 1]
@@ -114,9 +115,16 @@ class ReplicaFleet:
     def __init__(self, replicas: Sequence[VirtualReplica]) -> None:
         self.replicas = list(replicas)
 
-    def submit(self, replica: int, text: Text, max_tokens: int, now_s: float) -> Job:
+    def submit(
+        self, replica: int, text: Text, max_tokens: int, now_s: float, peer: PeerWish | None = None
+    ) -> Job:
         """Submit a request to one replica. The moments before `now_s` must have been fetched."""
-        return self.replicas[replica].submit(text, max_tokens, now_s)
+        return self.replicas[replica].submit(text, max_tokens, now_s, peer)
+
+    def wish(self, source: int, timeout_s: float) -> PeerWish | None:
+        """Return the wish of a request to fetch from this replica; None if it has no CPU tier."""
+        offload = self.replicas[source].replica.offload
+        return None if offload is None else PeerWish(offload.lender, timeout_s)
 
     def advance(self, until_s: float = float("inf")) -> Iterator[Moment]:
         """Yield the moments up to `until_s`, in order.
