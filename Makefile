@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # mypy sees a namespace package only through real files: the strict mode links each one.
 STRICT := --config-settings editable_mode=strict
 
-.PHONY: help demo test test-all test-uncompiled test-cuda test-engine fuzz sanitize chaos takeover soak live-proof choice-live agents-proof hand-over-proof floods fault-walk salt-attack salt-timing lint format chart-readme http-page bench bench-peers docs audit lock sbom image-check release-check clean
+.PHONY: help demo test test-all test-uncompiled test-cuda test-engine fuzz sanitize chaos takeover soak live-proof choice-live agents-proof peer-proof hand-over-proof floods fault-walk salt-attack salt-timing lint format chart-readme http-page bench bench-peers docs audit lock sbom image-check release-check clean
 
 help:
 	@echo "make demo         install into .venv, without a C compiler, and watch the router predict what four replicas reuse"
@@ -27,6 +27,7 @@ help:
 	@echo "make choice-live  the choice over HTTP: cold chats, a popular system prompt, a restart; by policy, sim or vLLM"
 	@echo "make agents-proof  requests of agents to two real vLLM servers, by proxy and Envoy: predicted = delivered (minutes)"
 	@echo "make hand-over-proof  four real vLLM engines, one drained: what the others reuse, with and without a hand-over (minutes)"
+	@echo "make peer-proof   three real vLLM engines fetch chunks from each other while all evict: right answers, counted misses (20 minutes)"
 	@echo "make fault-walk   make each mistake of an operator, and check what kvrouter doctor finds and how soon (minutes)"
 	@echo "make salt-attack  100,000 guesses of one tenant about another's prompts, by all that its key can read (20 minutes)"
 	@echo "make salt-timing  what the time of an answer shows of another tenant's prompts, with and without made salts"
@@ -151,6 +152,10 @@ agents-proof: $(VENV)/installed
 # Reuse before and after one of four vLLM engines is drained with a hand-over, by the command and without one.
 hand-over-proof:
 	$(PYTHON) tests/engine/run.py tests/engine/test_hand_over_engine.py -n 0 $(ARGS)
+
+# ARGS: --prompts N, --shape windows|states, --seed N, --json FILE.
+peer-proof: $(VENV)/installed
+	$(BIN)/python -m benchmarks.peer_proof $(ARGS)
 
 # Guesses of one tenant about another's prompts: some 20 minutes.
 salt-attack: $(VENV)/installed

@@ -26,8 +26,10 @@ ENVIRONMENT = {
 }
 
 
-def enter() -> None:
+def enter(nixl: bool = False) -> None:
     """Return where vLLM can be imported; else run the script again in the venv of the engine tests, and exit.
+
+    `nixl` adds the library that copies chunks between engines.
 
     In the venv the helpers of the engine tests can be imported too. The project is installed beside the venv, into a
     folder of its own, so that vLLM finds the patch as it does for a user.
@@ -39,7 +41,8 @@ def enter() -> None:
             # Remove the output of earlier builds, which would be installed too, with files that no longer exist.
             shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)
             tests.pip(python, "install", "--no-deps", "--target", site, *map(str, tests.PROJECTS))
-            environment = {**os.environ, "PYTHONPATH": site}
+            packages = [site, str(tests.packages_folder(python, "nixl", tests.NIXL))] if nixl else [site]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(packages)}
             module = f"benchmarks.{Path(sys.argv[0]).stem}"
             command = [str(python), "-m", module, *sys.argv[1:]]
             sys.exit(subprocess.run(command, env=environment, check=False).returncode)

@@ -125,7 +125,11 @@ class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
         """Attach a `PromotionRequest` to the request, where `Tiering` notes the chunks that it needs, and its source."""
         wish = PromotionRequest()
         peers = self._tiering.peers
-        given = None if peers is None else source_wish(req_context.kv_transfer_params)
+        given = (
+            None
+            if peers is None
+            else source_wish(req_context.kv_transfer_params, getattr(req_context, "kv_hints", None))
+        )
         if peers is not None and given is not None:
             wish.peer = peers.wish(given)
         req_context.set_state(wish)

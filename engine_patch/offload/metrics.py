@@ -11,7 +11,8 @@ PREFIX = "vllm:kvrouter_offload_"
 
 # These texts say why a chunk did not come, by reason.
 PEER_MISSES = {
-    PeerMiss.ABSENT: "it does not hold, or evicted meanwhile",
+    PeerMiss.ABSENT: "it does not hold",
+    PeerMiss.EVICTED: "it evicted after it was queried for them",
     PeerMiss.DEADLINE: "did not arrive in time",
     PeerMiss.GONE: "could not come because no engine answers there, or it ended during the transfer",
     PeerMiss.STALLED: "were not tried because an earlier transfer from there is overdue",
@@ -19,11 +20,12 @@ PEER_MISSES = {
     PeerMiss.SEED: "it names differently, because its hash seed is another",
     PeerMiss.RESETS: "may be of other weights: one of the two engines was reset more often",
     PeerMiss.CHECKSUM: "arrived with other content, and were dropped",
-    PeerMiss.BUSY: "were not tried because too many sources are in use, or were not lent because too many chunks are",
+    PeerMiss.BUSY: "were not tried because it lends as much as it may, or too many sources are in use",
     PeerMiss.NO_ROOM: "found no room in CPU memory here",
     PeerMiss.FORBIDDEN: "may not be fetched from its address",
     PeerMiss.PROTOCOL: "did not come because its messages were not understood",
     PeerMiss.TRANSFER: "did not come because NIXL reported an error",
+    PeerMiss.FAULT: "did not come because of a fault in the program, here or there, which that engine logged",
 }
 
 # The documentation of each metric by its name.

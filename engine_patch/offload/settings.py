@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from kvrouter.engine_patch.offload.peer.peer_source import MAX_PORT
+from kvrouter.engine_patch.offload.peer.peer_source import MAX_PORT, MAX_TIMEOUT_S, MIN_TIMEOUT_S
 
 DEFAULT_POLICY = "lru"
 DEFAULT_DISK_THREADS = 4
@@ -18,9 +18,6 @@ SHARED_MEMORY = "/dev/shm"
 DEFAULT_PEER_HOST = "127.0.0.1"
 # Chunks of 2,000 tokens of an 8 B model are 256 MB: 0.2 s at 10 Gbit/s.
 DEFAULT_PEER_TIMEOUT_S = 1.0
-# A shorter wait would end before the answer of a source that is busy with a step of its own.
-MIN_PEER_TIMEOUT_S = 0.05
-MAX_PEER_TIMEOUT_S = 60.0
 PEER_OPTIONS = ("peer_host", "peer_timeout_s", "peer_key_file", "peer_list_file")
 
 # Keys that vLLM's own connector reads (0.33 offloading/config.py, offloading/scheduler.py, v1/kv_offload/base.py).
@@ -109,9 +106,7 @@ def tier_settings(given: Mapping[str, Any]) -> TierSettings:
         shared_memory=Path(str(given.get("shared_memory_path", SHARED_MEMORY))),
         peer_port=_number(given, "peer_port", None, MAX_PORT) if has_peers else None,
         peer_host=str(given.get("peer_host", DEFAULT_PEER_HOST)),
-        peer_timeout_s=_seconds(
-            given, "peer_timeout_s", DEFAULT_PEER_TIMEOUT_S, MIN_PEER_TIMEOUT_S, MAX_PEER_TIMEOUT_S
-        ),
+        peer_timeout_s=_seconds(given, "peer_timeout_s", DEFAULT_PEER_TIMEOUT_S, MIN_TIMEOUT_S, MAX_TIMEOUT_S),
         peer_key_file=_text(given, "peer_key_file"),
         peer_list_file=_text(given, "peer_list_file"),
     )

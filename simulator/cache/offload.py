@@ -22,7 +22,6 @@ from kvrouter.simulator.cache.peer import Lender, PeerCounts, PeerMiss, PeerWish
 from kvrouter.simulator.cache.pool import Block, Key
 from kvrouter.simulator.cache.shapes import FULL_KINDS, WINDOW_KINDS, GroupShape
 
-
 # Whether a chunk can be loaded, by its key; None while that is not certain yet.
 LookUp = Callable[[Key], bool | None]
 
@@ -253,9 +252,7 @@ class Offload:
             return None
         return hit
 
-    def _run(
-        self, hashes: Sequence[bytes], g: int, start: int, end: int, limit: int, look_up: LookUp
-    ) -> int | None:
+    def _run(self, hashes: Sequence[bytes], g: int, start: int, end: int, limit: int, look_up: LookUp) -> int | None:
         shape = self._shapes[g]
         # No more chunks are looked up than the engine does, as a look-up may fetch them.
         if shape.kind in FULL_KINDS:

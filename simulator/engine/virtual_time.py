@@ -115,9 +115,7 @@ class ReplicaFleet:
     def __init__(self, replicas: Sequence[VirtualReplica]) -> None:
         self.replicas = list(replicas)
 
-    def submit(
-        self, replica: int, text: Text, max_tokens: int, now_s: float, peer: PeerWish | None = None
-    ) -> Job:
+    def submit(self, replica: int, text: Text, max_tokens: int, now_s: float, peer: PeerWish | None = None) -> Job:
         """Submit a request to one replica. The moments before `now_s` must have been fetched."""
         return self.replicas[replica].submit(text, max_tokens, now_s, peer)
 

@@ -7,14 +7,17 @@ It reads one JSON request per line and writes one JSON answer per line. `engine_
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 MAX_STEPS_TO_REST = 100_000
+# Steps in which prompts that run at the same time end: while one waits for another engine, a step takes no time.
+MAX_STEPS = 50_000
 POLL_S = 0.001
 # How many of the likeliest tokens are returned for each step.
 LOGPROBS = 8
@@ -44,11 +47,11 @@ class Child:
             skip_tokenizer_init=True,
             enforce_eager=True,
             dtype="float32",
-            block_size=BLOCK_SIZE,
+            block_size=options.get("block_size", BLOCK_SIZE),
             max_model_len=options["max_model_len"],
             max_num_batched_tokens=256,
             num_gpu_blocks_override=options["num_blocks"],
-            enable_prefix_caching=True,
+            enable_prefix_caching=options.get("prefix_caching", True),
             disable_log_stats=True,
             kv_transfer_config=transfer,
             **device,
@@ -67,43 +70,103 @@ class Child:
 
             self.manager = self.scheduler.connector.connector_scheduler.manager
             self.worker = get_kv_transfer_group().connector_worker.worker
+        self.pulls = PullLedger(self.manager)
+        self.requests = 0
+        # The longest call that decides about a step or takes its results, without the model's own work.
+        self.slowest_call_s = 0.0
+        self.scheduler.schedule = self._timed(self.scheduler.schedule)
+        self.scheduler.update_from_output = self._timed(self.scheduler.update_from_output)
         # Report the blocks found on disk before any request, as an engine core in its own process does.
         self.rest()
 
     def generate(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Run one prompt alone.
+        """Run one prompt alone: `generate_all` has the fields of the request and of the answer."""
+        return self.generate_all([request])[0]
 
-        The request's `tiers` lists the media that the prompt may load from; None allows all of them. `source` is the
-        port of an engine on this machine from which missing chunks may be fetched, or None.
+    def generate_all(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Run prompts at the same time until the engine rests, and return an answer for each, in the order of the requests.
+
+        A request's `tiers` lists the media that the prompt may load from; None allows all of them. `source` is the port of
+        an engine on this machine from which missing chunks may be fetched, or None; with `hinted`, it is named by an
+        envelope of hints. An answer's `place` is its place in the order in which the requests ended, `fetched` the number
+        of chunks that came from the source, and `uncounted` the number of those that did not come for no counted reason.
         """
+        engine = self.llm.llm_engine
+        ids = [self._add(request) for request in requests]
+        ended: dict[str, Any] = {}
+        for step in itertools.count():
+            if len(ended) == len(ids):
+                break
+            assert step < MAX_STEPS, f"requests never end: {self._state()}"
+            ended.update((output.request_id, output) for output in engine.step() if output.finished)
+        self.rest()
+        places = {request_id: place for place, request_id in enumerate(ended)}
+        return [{**_answer(ended[name]), **self.pulls.take(name), "place": places[name]} for name in ids]
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            began_s = time.monotonic()
+            try:
+                return function(*arguments, **options)
+            finally:
+                self.slowest_call_s = max(self.slowest_call_s, time.monotonic() - began_s)
+
+        return timed
+
+    def _state(self) -> dict[str, Any]:
+        """Return what the requests wait for."""
+        tiers = None if self.manager is None else self.manager._tiering
+        return {
+            "requests": [
+                (name, str(request.status), request.num_tokens, request.num_computed_tokens, request.num_preemptions)
+                for name, request in self.scheduler.requests.items()
+            ],
+            "waits": tiers
+            and [(wish.peer and wish.peer.presence.values(), len(wish.missing)) for wish in tiers._waiting.values()],
+            "cpu": tiers and tiers._cpu.usage,
+            "pulls": tiers and tiers._pulls,
+            "free GPU blocks": self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+        }
+
+    def take_slowest_s(self) -> float:
+        """Return the longest call of the scheduler since the last time."""
+        slowest_s, self.slowest_call_s = self.slowest_call_s, 0.0
+        return slowest_s
+
+    def _add(self, request: dict[str, Any]) -> str:
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
-        prompt = TokensPrompt(prompt_token_ids=request["token_ids"])
         transfer: dict[str, Any] = {}
+        hints: dict[str, Any] = {}
         if request["tiers"] is not None:
             transfer["kv_load_tiers"] = [{"medium": medium} for medium in request["tiers"]]
-        if request.get("source") is not None:
-            source = {"kv_request_id": "any", "remote_host": "127.0.0.1", "remote_port": request["source"]}
-            transfer["remote_kv_source"] = source
-        extra = {"kv_transfer_params": transfer} if transfer else None
+        source = request.get("source")
+        if source is not None and request.get("hinted"):
+            from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+            action = KvHintAction("1", "kvrouter.fetch", "1", {"host": "127.0.0.1", "port": source})
+            hints["kv_hints"] = KvHintsEnvelope("1", "any", [action])
+        elif source is not None:
+            transfer["remote_kv_source"] = {
+                "kv_request_id": "any",
+                "remote_host": "127.0.0.1",
+                "remote_port": source,
+                "timeout_s": request.get("timeout_s"),
+            }
         params = SamplingParams(
             max_tokens=request["max_tokens"],
             temperature=0.0,
             ignore_eos=True,
             detokenize=False,
             logprobs=LOGPROBS,
-            extra_args=extra,
+            extra_args={"kv_transfer_params": transfer} if transfer else None,
         )
-        output = self.llm.generate(prompt, params, use_tqdm=False)[0]
-        answer = output.outputs[0]
-        logprobs = answer.logprobs or []
-        self.rest()
-        return {
-            "cached": output.num_cached_tokens,
-            "token_ids": list(answer.token_ids),
-            "logprobs": [sorted((token, logprob.logprob) for token, logprob in step.items()) for step in logprobs],
-        }
+        self.requests += 1
+        name = f"request {self.requests}"
+        prompt = TokensPrompt(prompt_token_ids=request["token_ids"])
+        self.llm.llm_engine.add_request(name, prompt, params, **hints)
+        return name
 
     def rest(self) -> int:
         """Step until nothing is under way, and return the number of steps.
@@ -210,10 +273,72 @@ class Child:
         sample = self.manager._sample()
         return {**sample.gauges, **sample.counters}
 
+    def evicted(self) -> int:
+        """Return the number of chunks that were evicted from CPU memory."""
+        return int(self.manager._tiering._cpu.evicted_total)
+
+    def peer_facts(self) -> dict[str, Any]:
+        """Return the facts that a source must share, and the sizes of this engine's slots."""
+        memory = self.manager._tiering.peers._fetcher._memory
+        return {"chunk_bytes": memory.chunk_bytes, "slot_bytes": memory.slot_bytes}
+
     def reset(self, connector: bool) -> bool:
         done = self.llm.reset_prefix_cache(reset_connector=connector)
         self.rest()
         return bool(done)
+
+
+class PullLedger:
+    """The chunks that each request began to fetch, noted beside the tier's own counts."""
+
+    def __init__(self, manager: Any) -> None:
+        self._requests: dict[str, dict[str, int]] = {}
+        peers = None if manager is None else manager._tiering.peers
+        if peers is None:
+            return
+        wanted: dict[int, set[bytes]] = {}
+        finish = manager.on_request_finished
+
+        def noting(begin: Callable[..., None]) -> Callable[..., None]:
+            def noted(wish: Any, keys: Any, *slots: Any) -> None:
+                wanted.setdefault(id(wish), set()).update(keys)
+                begin(wish, keys, *slots)
+
+            return noted
+
+        def on_request_finished(req_context: Any) -> None:
+            from kvrouter.engine_patch.offload.tiers.tiering import PromotionRequest
+
+            state = req_context.get_state(PromotionRequest)
+            wish = None if state is None else state.peer
+            if wish is not None:
+                missing = wanted.pop(id(wish), set()) - wish.pulled
+                self._requests[req_context.req_id] = {
+                    "fetched": len(wish.pulled),
+                    "missed": sum(not isinstance(wish.presence[key], bool) for key in missing),
+                    "uncounted": sum(isinstance(wish.presence[key], bool) for key in missing),
+                }
+            finish(req_context)
+
+        peers.pull, peers.no_room = noting(peers.pull), noting(peers.no_room)
+        manager.on_request_finished = on_request_finished
+
+    def take(self, name: str) -> dict[str, int]:
+        """Return a request's numbers of chunks. vLLM appends a suffix to the names of requests."""
+        for full_name in [full_name for full_name in self._requests if full_name.startswith(f"{name}-")]:
+            return self._requests.pop(full_name)
+        return {"fetched": 0, "missed": 0, "uncounted": 0}
+
+
+def _answer(output: Any) -> dict[str, Any]:
+    answer = output.outputs[0]
+    return {
+        "cached": output.num_cached_tokens,
+        "token_ids": list(answer.token_ids),
+        "logprobs": [
+            sorted((token, logprob.logprob) for token, logprob in step.items()) for step in answer.logprobs or []
+        ],
+    }
 
 
 def page_of(pages: Any, block_id: int) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.engine.engine_forks import ForkedEngine
-from tests.engine.engine_process import VOCAB_SIZE, EngineProcess, gemma3_config
+from tests.engine.engine_process import ANSWER_TIMEOUT_S, VOCAB_SIZE, EngineProcess, gemma3_config
 from tests.support.ports import free_port
 
 SPEC = {"spec_name": "HybridOffloadingSpec", "spec_module_path": "kvrouter.engine_patch.offload.spec"}
@@ -85,11 +86,17 @@ def _write(folder: Path, config: dict[str, Any]) -> Path:
 class OffloadEngine(EngineProcess):
     """An engine process with our offload tier, or without a connector if `offload` is None.
 
-    `offload` holds the fields of `kv_connector_extra_config` beside the spec.
+    `offload` holds the fields of `kv_connector_extra_config` beside the spec, and `more` other options of the child.
     """
 
     def __init__(
-        self, folder: Path, model: Path, num_blocks: int, offload: dict[str, Any] | None, patch: bool = True
+        self,
+        folder: Path,
+        model: Path,
+        num_blocks: int,
+        offload: dict[str, Any] | None,
+        patch: bool = True,
+        **more: Any,
     ) -> None:
         folder.mkdir(exist_ok=True)
         environment = {
@@ -98,7 +105,7 @@ class OffloadEngine(EngineProcess):
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
         super().__init__(folder, free_port(), free_port(), environment)
-        self._model, self._num_blocks, self._offload = model, num_blocks, offload
+        self._model, self._num_blocks, self._offload, self._more = model, num_blocks, offload, more
 
     def start(self, options: dict[str, Any]) -> Any:
         return ForkedEngine(options, self.environment, self.folder, self.log)
@@ -108,7 +115,7 @@ class OffloadEngine(EngineProcess):
 
     def options(self) -> dict[str, Any]:
         offload = None if self._offload is None else SPEC | self._offload
-        return {"num_blocks": self._num_blocks, "offload": offload, "max_model_len": MAX_MODEL_LEN}
+        return {"num_blocks": self._num_blocks, "offload": offload, "max_model_len": MAX_MODEL_LEN, **self._more}
 
     def do(self, name: str, **arguments: Any) -> Any:
         """Call a method of `offload_child.Child`, and return its result."""
@@ -126,6 +133,15 @@ class OffloadEngine(EngineProcess):
             source: The port at which another engine lends its chunks, or None.
         """
         return dict(self.do("generate", token_ids=token_ids, max_tokens=max_tokens, tiers=tiers, source=source))
+
+    def begin(self, requests: Sequence[dict[str, Any]]) -> None:
+        """Begin to run prompts at the same time: `offload_child.Child.generate_all` has their fields."""
+        assert self._process is not None and self._process.stdin is not None
+        print(json.dumps({"do": "generate_all", "requests": requests}), file=self._process.stdin, flush=True)
+
+    def answers(self) -> list[dict[str, Any]]:
+        """Wait for the answers to `begin`."""
+        return list(self._read(ANSWER_TIMEOUT_S))
 
     def pause(self) -> None:
         """Stop the process until `resume`, so that it answers nothing."""

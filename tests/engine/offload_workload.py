@@ -64,11 +64,11 @@ class Work:
     tiers: list[str] | None
 
 
-def workload(shape: str, seed: int) -> Iterator[Work]:
+def workload(shape: str, seed: int, prompts: int = PROMPTS) -> Iterator[Work]:
     """Yield prompts of conversations that grow, come back, are cut and branched: far more than all tiers hold."""
     rng = Random(f"{seed} {shape}")
     conversations = [tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(100, 500))) for _ in range(6)]
-    for _ in range(PROMPTS):
+    for _ in range(prompts):
         token_ids = conversations[-rng.randint(1, min(len(conversations), rng.choice((3, 12, 40))))]
         kind = rng.random()
         if kind < 0.4:

@@ -6,13 +6,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 
+from kvrouter.engine_patch.offload.peer import peer_client
 from kvrouter.engine_patch.offload.peer.lender import Lender
 from kvrouter.engine_patch.offload.peer.peer_access import PeerAccess
 from kvrouter.engine_patch.offload.peer.peer_client import PeerClient
@@ -63,9 +65,21 @@ class Pair:
             time.sleep(0.001)
         return outcomes
 
+    def forgive(self) -> None:
+        """Let the source be tried again at once."""
+        for opened in self.client._links.values():
+            opened.link._failure = None
+
 
 def in_s(seconds: float) -> float:
     return time.monotonic() + seconds
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not happened():
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -83,12 +97,9 @@ def test_chunks_arrive_and_their_loan_ends(open_pair: Pair) -> None:
     pair = open_pair
     assert pair.do(ProbeJob(1, [key(1), key(9)], 0, in_s(WAIT_S))) == [Probed(1, [True, False], None)]
     outcomes = pair.do(PullJob(2, [key(1), key(9)], [3, 4], 0, in_s(WAIT_S)), 2)
-    assert sorted(outcomes) == sorted([Pulled(key(9), 4, PeerMiss.ABSENT), Pulled(key(1), 3, None)])  # type: ignore[type-var]
+    assert sorted(outcomes) == sorted([Pulled(key(9), 4, PeerMiss.EVICTED), Pulled(key(1), 3, None)])  # type: ignore[type-var]
     assert bytes(pair.reader.slot(3)) == content(key(1), 0)
-    end_s = time.monotonic() + WAIT_S
-    while pair.books.lent_chunks:
-        assert time.monotonic() < end_s, "the loan does not end"
-        time.sleep(0.001)
+    wait_until(lambda: not pair.books.lent_chunks)
 
 
 def test_an_address_where_no_engine_listens_costs_the_deadline(open_pair: Pair) -> None:
@@ -114,6 +125,112 @@ def test_noise_at_the_lending_socket_is_refused_and_counted(open_pair: Pair) -> 
             assert stranger.poll(int(WAIT_S * 1000))
             assert isinstance(read_by_reader(stranger.recv()), Refused)
     assert open_pair.books.counts.bad_messages == 3
+    assert open_pair.do(ProbeJob(1, [key(1)], 0, in_s(WAIT_S))) == [Probed(1, [True], None)]
+
+
+class Fault:
+    """A function that raises at its first calls, and then does what it replaces."""
+
+    def __init__(self, function: Callable[..., Any], calls: int = 1) -> None:
+        self._function, self.left = function, calls
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if self.left:
+            self.left -= 1
+            raise RuntimeError("a fault for a test")
+        return self._function(*arguments, **options)
+
+
+# Functions of the fetching thread that raise: the object, found from the pair, and the function's name.
+FAULTS_OF_A_PROBE: list[tuple[Callable[[Pair], Any], str]] = [
+    (lambda pair: peer_client, "encode"),
+    (lambda pair: peer_client, "read_by_reader"),
+    (lambda pair: pair.client, "_connect"),
+    (lambda pair: pair.client, "_facts"),
+    (lambda pair: pair.client._access, "protect_client"),
+    (lambda pair: pair.reader.plane, "add_peer"),
+    (lambda pair: zmq.Poller, "poll"),
+    (lambda pair: zmq.Socket, "connect"),
+]
+
+
+@pytest.mark.parametrize("place", range(len(FAULTS_OF_A_PROBE)))
+def test_a_probe_has_an_outcome_whatever_is_raised(
+    open_pair: Pair, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    find, name = FAULTS_OF_A_PROBE[place]
+    owner = find(open_pair)
+    fault = Fault(getattr(owner, name))
+    if isinstance(owner, type):
+        # A function, not a callable object, becomes a method.
+        monkeypatch.setattr(owner, name, lambda *arguments: fault(*arguments))
+    else:
+        monkeypatch.setattr(owner, name, fault)
+    assert open_pair.do(ProbeJob(1, [key(1)], 0, in_s(WAIT_S))) == [Probed(1, [False], PeerMiss.FAULT)]
+    assert fault.left == 0
+    # The thread goes on, and so does the source after a pause.
+    open_pair.forgive()
+    assert open_pair.do(ProbeJob(2, [key(1)], 0, in_s(WAIT_S))) == [Probed(2, [True], None)]
+
+
+@pytest.mark.parametrize("name", ["read", "release", "remove_peer", "checksum"])
+def test_each_chunk_has_one_outcome_whatever_is_raised(
+    open_pair: Pair, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    assert open_pair.do(ProbeJob(1, [key(1), key(2)], 0, in_s(WAIT_S))) == [Probed(1, [True, True], None)]
+    link = open_pair.client._links[open_pair.source].link
+    if name == "checksum":
+        fault = Fault(link._memory.checksum)
+        link._memory = link._memory._replace(checksum=fault)
+    else:
+        fault = Fault(getattr(open_pair.reader.plane, name))
+        monkeypatch.setattr(open_pair.reader.plane, name, fault)
+    if name == "remove_peer":
+        # The source is left because of another failure.
+        monkeypatch.setattr(open_pair.reader.plane, "fails", True)
+    outcomes = open_pair.do(PullJob(2, [key(1), key(2)], [3, 4], 0, in_s(WAIT_S)), 2)
+    assert {(o.key, o.slot) for o in outcomes if isinstance(o, Pulled)} == {(key(1), 3), (key(2), 4)}
+    misses = {o.miss for o in outcomes}
+    assert misses == {"release": {None}, "remove_peer": {PeerMiss.GONE}}.get(name, {PeerMiss.FAULT})
+    wait_until(lambda: fault.left == 0)
+    monkeypatch.setattr(open_pair.reader.plane, "fails", False)
+    open_pair.forgive()
+    open_pair.do(PullJob(3, [key(1)], [3], 0, in_s(WAIT_S)))
+    assert not open_pair.client.poll(), "a chunk has two outcomes"
+
+
+def test_a_chunk_whose_transfer_cannot_be_polled_has_its_outcome_after_the_transfer(
+    open_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = Fault(open_pair.reader.plane.is_done, 5)
+    monkeypatch.setattr(open_pair.reader.plane, "is_done", fault)
+    outcomes = open_pair.do(PullJob(2, [key(1), key(9)], [3, 4], 0, in_s(WAIT_S)), 2)
+    assert sorted(outcomes) == sorted([Pulled(key(9), 4, PeerMiss.EVICTED), Pulled(key(1), 3, None)])  # type: ignore[type-var]
+    assert fault.left == 0
+
+
+@pytest.mark.parametrize("owner", ["tiers", "checksum", "books"])
+def test_a_fault_at_the_source_is_an_answer_and_ends_the_loan(
+    open_pair: Pair, monkeypatch: pytest.MonkeyPatch, owner: str
+) -> None:
+    assert open_pair.do(ProbeJob(1, [key(1)], 0, in_s(WAIT_S))) == [Probed(1, [True], None)]
+    books = open_pair.books
+    if owner == "tiers":
+        monkeypatch.setattr(books._tiers, "lend", Fault(books._tiers.lend))
+    elif owner == "checksum":
+        monkeypatch.setattr(books, "_checksum", Fault(books._checksum))
+    else:
+        monkeypatch.setattr(books, "_lend", Fault(books._lend))
+    assert open_pair.do(PullJob(2, [key(1)], [3], 0, in_s(WAIT_S))) == [Pulled(key(1), 3, PeerMiss.FAULT)]
+    assert books.lent_chunks == 0 and open_pair.lender.cpu.usage.pinned == 0
+    open_pair.forgive()
+    assert open_pair.do(PullJob(3, [key(1)], [3], 0, in_s(WAIT_S))) == [Pulled(key(1), 3, None)]
+
+
+def test_the_lending_thread_goes_on_after_a_fault(open_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = Fault(open_pair.books.expire, 2)
+    monkeypatch.setattr(open_pair.books, "expire", fault)
+    wait_until(lambda: fault.left == 0)
     assert open_pair.do(ProbeJob(1, [key(1)], 0, in_s(WAIT_S))) == [Probed(1, [True], None)]
 
 

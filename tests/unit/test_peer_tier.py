@@ -3,22 +3,37 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 
 from kvrouter.engine_patch.offload.key import OffloadKey
+from kvrouter.engine_patch.offload.peer.peer_link import Pulled
 from kvrouter.engine_patch.offload.peer.peer_miss import PeerMiss
-from kvrouter.engine_patch.offload.peer.peer_source import PeerSource, SourceWish, source_wish
-from kvrouter.engine_patch.offload.peer.peer_wire import Borrow, Lent, Present, read_by_reader, read_by_source
+from kvrouter.engine_patch.offload.peer.peer_source import (
+    MAX_TIMEOUT_S,
+    MIN_TIMEOUT_S,
+    PeerSource,
+    SourceWish,
+    source_wish,
+)
+from kvrouter.engine_patch.offload.peer.peer_wire import (
+    MAX_LOAN_S,
+    Borrow,
+    Lent,
+    Present,
+    read_by_reader,
+    read_by_source,
+)
 from kvrouter.engine_patch.offload.peer.shares import shares
 from kvrouter.engine_patch.offload.tiers.tiering import LookupAnswer, PromotionRequest
 from kvrouter.engine_patch.offload.tiers.warming import Warming
-from kvrouter.events.peer.hand_over import WarmEnd
+from kvrouter.events.peer.hand_over import Refused, WarmEnd
 from tests.support.peer_world import CHUNK_BYTES, IDENTITY, TIMEOUT_S, Engine, World, is_ready, key
 
 YES, NO, SOON, UNKNOWN = LookupAnswer.YES, LookupAnswer.NO, LookupAnswer.SOON, LookupAnswer.UNKNOWN
@@ -90,10 +105,20 @@ def test_a_lent_chunk_is_not_evicted(world: World, lender: Engine, reader: Engin
 def test_a_chunk_that_is_evicted_after_the_probe_is_a_miss(lender: Engine, reader: Engine) -> None:
     wish = reader.wish(lender)
     reader.step(wish, key(1))
+    reader.step(wish, key(1))
     lender.cpu.discard(key(1))
     lender.announced.discard(key(1))
     assert reader.fetch(wish, key(1)) == [NO]
-    assert misses(reader) == {PeerMiss.ABSENT: 1}
+    assert misses(reader) == {PeerMiss.EVICTED: 1}
+
+
+def test_a_chunk_that_the_source_was_queried_for_is_not_the_next_to_be_evicted(lender: Engine, reader: Engine) -> None:
+    wish = reader.wish(lender)
+    reader.step(wish, key(1))
+    reader.step(wish, key(1))
+    # There is room for all but one of these and of the three that are there.
+    lender.store(*map(key, range(20, 27)))
+    assert reader.fetch(wish, key(1)) == [YES]
 
 
 def test_a_source_that_hangs_costs_one_deadline_and_keeps_no_request(
@@ -201,6 +226,7 @@ def test_a_source_that_is_reset_between_its_answers_lends_no_chunk_of_its_new_we
     lender.reset()
     lender.store(key(1))
     assert reader.fetch(wish, key(1)) == [NO]
+    assert misses(reader) == {PeerMiss.RESETS: 1}
     assert reader.cpu.usage.free == 8
 
 
@@ -243,6 +269,38 @@ def test_a_source_lends_a_bounded_part_of_its_chunks(world: World, lender: Engin
     for _ in range(4):
         reader.step(wish, *map(key, range(1, 8)))
     assert lender.lender.lent_chunks == 4
+    assert misses(reader) == {PeerMiss.BUSY: 3}
+
+
+@pytest.mark.parametrize("loan_s", [math.nan, math.inf, -1.0, 1e300])
+def test_a_loan_is_bounded_whatever_its_reader_wants(
+    world: World, lender: Engine, reader: Engine, loan_s: float
+) -> None:
+    reader.fetch(reader.wish(lender), key(3))
+    assert isinstance(lender.lender.answer(b"reader", Borrow(98, 0, loan_s, [key(1)]), world.now_s), Lent)
+    assert lender.lender.lent_chunks == 1
+    lender.lender.expire(world.now_s + MAX_LOAN_S)
+    assert lender.lender.lent_chunks == 0
+
+
+def test_two_loans_of_one_number_are_refused(world: World, lender: Engine, reader: Engine) -> None:
+    reader.fetch(reader.wish(lender), key(3))
+    lender.lender.answer(b"reader", Borrow(98, 0, 1.0, [key(1)]), world.now_s)
+    assert isinstance(lender.lender.answer(b"reader", Borrow(98, 0, 1.0, [key(2)]), world.now_s), Refused)
+    assert lender.lender.lent_chunks == 1 and lender.lender.counts.bad_messages == 1
+
+
+def test_a_second_end_of_a_transfer_is_not_that_of_the_next_one(lender: Engine, reader: Engine) -> None:
+    assert reader.fetch(reader.wish(lender), key(1)) == [YES]
+    slot = reader.cpu.slot(key(1))
+    reader.cpu.discard(key(1))
+    reader.announced.discard(key(1))
+    wish = reader.wish(lender)
+    reader.step(wish, key(2))
+    reader.step(wish, key(2))
+    assert reader.cpu.slot(key(2)) == slot
+    reader.fetcher.outcomes += [Pulled(key(1), slot, None)]
+    assert reader.fetch(wish, key(2)) == [YES]
 
 
 @pytest.mark.parametrize(
@@ -258,6 +316,7 @@ def test_a_source_lends_a_bounded_part_of_its_chunks(world: World, lender: Engin
         {"remote_kv_source": {"remote_host": "h", "remote_port": 70_000}},
         {"remote_kv_source": {"remote_host": "h", "remote_port": True}},
         {"remote_kv_source": ["h", 1]},
+        {"remote_kv_source": {"remote_host": "h", "remote_port": "9" * 5_000}},
     ],
 )
 def test_an_incomplete_source_is_none(params: dict[str, object] | None) -> None:
@@ -268,6 +327,51 @@ def test_a_source_is_read_from_the_fields_of_vllm() -> None:
     given = {"kv_request_id": "r", "remote_host": "10.0.0.1", "remote_port": "5710", "timeout_s": 0.2}
     assert source_wish({"remote_kv_source": given}) == SourceWish(PeerSource("10.0.0.1", 5710), 0.2)
     assert source_wish({"remote_kv_source": given | {"timeout_s": -1}}) == SourceWish(PeerSource("10.0.0.1", 5710))
+
+
+@pytest.mark.parametrize(
+    ("given", "timeout_s"),
+    [(1e-9, MIN_TIMEOUT_S), (0.2, 0.2), (math.inf, MAX_TIMEOUT_S), (10**400, MAX_TIMEOUT_S), (math.nan, None)],
+)
+def test_a_timeout_is_brought_into_its_bounds(given: float, timeout_s: float | None) -> None:
+    source = {"remote_host": "h", "remote_port": 1, "timeout_s": given}
+    assert source_wish({"remote_kv_source": source}) == SourceWish(PeerSource("h", 1), timeout_s)
+
+
+class Hint(NamedTuple):
+    """An action, with the fields of vLLM's `KvHintAction`."""
+
+    action_type: str
+    action_version: str
+    payload: Any
+
+
+class Envelope(NamedTuple):
+    actions: list[Hint]
+
+
+@pytest.mark.parametrize(
+    ("actions", "wish"),
+    [
+        ([("kvrouter.fetch", "1", {"host": "h", "port": 1, "timeout_s": 2})], SourceWish(PeerSource("h", 1), 2.0)),
+        ([("kvrouter.fetch", "1", {"host": "h", "port": 1})], SourceWish(PeerSource("h", 1))),
+        ([("pin", "1", {"host": "h", "port": 1})], None),
+        ([("kvrouter.fetch", "2", {"host": "h", "port": 1})], None),
+        ([("kvrouter.fetch", "1", {"host": "h"})], None),
+        ([("kvrouter.fetch", "1", ["h", 1])], None),
+        (
+            [("kvrouter.fetch", "1", {}), ("kvrouter.fetch", "1", {"host": "h", "port": 1})],
+            SourceWish(PeerSource("h", 1)),
+        ),
+        ([], None),
+    ],
+)
+def test_a_source_is_read_from_an_action_of_ours(actions: list[tuple[Any, ...]], wish: SourceWish | None) -> None:
+    envelope = Envelope([Hint(*action) for action in actions])
+    assert source_wish(None, envelope) == wish
+    assert source_wish({"remote_kv_source": {"remote_host": "x"}}, envelope) == wish
+    named = {"remote_kv_source": {"remote_host": "first", "remote_port": 9}}
+    assert source_wish(named, envelope) == SourceWish(PeerSource("first", 9))
 
 
 def test_bytes_that_are_no_message_are_none() -> None:

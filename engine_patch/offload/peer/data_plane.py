@@ -113,13 +113,20 @@ class NixlPlane:
             transfer = self._agent.initialize_xfer("READ", here, there, name)
             state = self._agent.transfer(transfer)
         except Exception as error:
-            if transfer is not None:
-                self.release(transfer)
+            if transfer is not None and not self._is_cancelled(transfer):
+                return transfer
             raise PlaneError(str(error)) from error
-        if state == "ERR":
-            self.release(transfer)
+        if state == "ERR" and self._is_cancelled(transfer):
             raise PlaneError("NIXL refused the transfer")
         return transfer
+
+    def _is_cancelled(self, transfer: Any) -> bool:
+        """Forget a transfer that failed, and return True; False if NIXL cannot cancel it, so that it may still write."""
+        try:
+            self._agent.release_xfer_handle(transfer)
+        except Exception:
+            return False
+        return True
 
     def is_done(self, transfer: Any) -> bool:
         """Return whether the transfer has ended well. Raise PlaneError if it ended otherwise."""

@@ -37,10 +37,16 @@ from kvrouter.events.peer.hand_over import MAX_SHARES, Refused
 MAX_READERS = 1_024
 # A list of the chunks that are worth most is kept this long, so that all engines of a hand-over get shares of one list.
 OFFER_S = 60.0
-# The number in place of a slot, for a chunk that is not lent.
+# The numbers in place of a slot, for chunks that are not lent.
 NO_SLOT = -1
-# The number in place of a slot, for a chunk that is not lent because too many are lent now.
-BUSY_SLOT = -2
+OTHER_WEIGHTS = -2
+LENT_TOO_MUCH = -3
+MISS_OF_NO_SLOT = {
+    # The chunk was there when the reader queried it.
+    NO_SLOT: PeerMiss.EVICTED,
+    OTHER_WEIGHTS: PeerMiss.RESETS,
+    LENT_TOO_MUCH: PeerMiss.BUSY,
+}
 
 
 # The messages of readers; the others begin or query a hand-over.
@@ -75,14 +81,14 @@ class Lendable(Protocol):
         ...
 
     def readable(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Return for each chunk whether it can be read now."""
+        """Return for each chunk whether it can be read now; those that can are not the next to be evicted."""
         ...
 
     def lend(self, keys: Sequence[OffloadKey], num_resets: int, is_use: bool = True) -> list[int]:
         """Pin the chunks that can be read, and return for each its slot, or NO_SLOT.
 
-        Nothing is lent if the tiers were not reset exactly `num_resets` times. `is_use` says whether the chunks count as
-        used.
+        If the tiers were not reset exactly `num_resets` times, nothing is lent, and each is OTHER_WEIGHTS. `is_use` says whether
+        the chunks count as used.
         """
         ...
 
@@ -232,21 +238,25 @@ class Lender:
         return Offered(message.number, len(share), list(page), [offer.before.get(short_hash(key), 0) for key in page])
 
     def _lend(self, reader: bytes, message: Borrow, keys: list[OffloadKey], now_s: float) -> ToReader:
-        none = Lent(message.number, [NO_SLOT] * len(keys), [0] * len(keys))
-        if (reader, message.number) in self._loans:
-            return none
+        name = reader, message.number
+        if name in self._loans:
+            self.counts.bad_messages += 1
+            return Refused(PeerMiss.PROTOCOL.value, "each loan of a reader needs a number of its own")
         room = self._max_lent_chunks - self._lent_chunks
         slots = self._tiers.lend(keys[: max(room, 0)], message.resets, message.is_use)
-        slots += [BUSY_SLOT] * (len(keys) - len(slots))
-        lent_keys = [key for key, slot in zip(keys, slots, strict=True) if slot > NO_SLOT]
-        if not lent_keys:
-            return Lent(message.number, slots, none.checksums)
-        self._loans[reader, message.number] = _Loan(
-            lent_keys, message.resets, now_s + min(max(message.loan_s, 0.0), MAX_LOAN_S)
-        )
-        self._lent_chunks += len(lent_keys)
-        self.counts.lent += len(lent_keys)
-        sums = [0 if slot <= NO_SLOT else self._checksum(key, slot) for key, slot in zip(keys, slots, strict=True)]
+        slots += [LENT_TOO_MUCH] * (len(keys) - len(slots))
+        lent_keys = [key for key, slot in zip(keys, slots, strict=True) if slot >= 0]
+        if lent_keys:
+            # A number that is not one ends the loan at once, too.
+            loan_s = min(message.loan_s, MAX_LOAN_S) if message.loan_s > 0 else 0.0
+            self._loans[name] = _Loan(lent_keys, message.resets, now_s + loan_s)
+            self._lent_chunks += len(lent_keys)
+            self.counts.lent += len(lent_keys)
+        try:
+            sums = [self._checksum(key, slot) if slot >= 0 else 0 for key, slot in zip(keys, slots, strict=True)]
+        except BaseException:
+            self._end(name)
+            raise
         return Lent(message.number, slots, sums)
 
     def _end(self, name: tuple[bytes, int]) -> None:

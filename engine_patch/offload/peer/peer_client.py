@@ -6,8 +6,8 @@ The scheduler's thread hands over jobs and collects outcomes, and never waits.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -37,8 +37,12 @@ TRANSFER_POLL_MS = 1
 IDLE_POLL_MS = 1_000
 # A link without work is closed after this time.
 IDLE_S = 300.0
+# The pause after a fault of the thread itself.
+FAULT_PAUSE_S = 0.1
 # A source costs a socket, and NIXL's connection. Further sources wait until a link is idle.
 MAX_LINKS = 128
+# Messages that wait for one source, or of one source, and those that the thread reads before it serves other sources.
+HIGH_WATER_MESSAGES = 64
 # An overdue job ends at most this much after its deadline, because ZMQ counts whole milliseconds.
 MIN_WAIT_MS = 1
 WAKE = "inproc://wake"
@@ -119,11 +123,9 @@ class PeerClient:
         self._plane.close()
 
     def _wake(self) -> None:
-        try:
+        # With a full queue of unread wake-ups the thread wakes anyway, and after any other error at its next turn.
+        with contextlib.suppress(zmq.ZMQError):
             self._waker.send(b"", zmq.NOBLOCK)
-        except zmq.Again:
-            # The queue is full of unread wake-ups, so the thread wakes anyway.
-            return
 
     # The thread
 
@@ -135,14 +137,34 @@ class PeerClient:
                 try:
                     self._turn(poller)
                 except Exception as error:
+                    self._log_fault(error)
+                    self._fail_all()
                     # The next job must be served, too; the pause keeps an error that repeats from using a core.
-                    self._log.warning(f"fetch {type(error).__name__}", "a peer cannot be read", error=repr(error))
-                    time.sleep(IDLE_POLL_MS / 1000)
+                    self._is_closing.wait(FAULT_PAUSE_S)
         finally:
             for opened in self._links.values():
-                opened.link.close()
+                # NIXL's connections end with the process; an open socket would keep `close` waiting forever.
+                with contextlib.suppress(Exception):
+                    opened.link.close()
                 opened.socket.close(0)
             self._woken.close(0)
+
+    def _log_fault(self, error: Exception) -> None:
+        self._log.warning(f"fetch {type(error).__name__}", "a peer cannot be read", error=repr(error))
+
+    def _fail_all(self) -> None:
+        """End all jobs because of a fault in the program."""
+        while self._jobs:
+            self._refuse(self._jobs.popleft().work, PeerMiss.FAULT)
+        for opened in self._links.values():
+            self._fail(opened.link)
+
+    def _fail(self, link: PeerLink) -> None:
+        try:
+            link.fail(self._clock())
+        except Exception as error:
+            # The outcomes come first, so only NIXL's connection is left.
+            self._log_fault(error)
 
     def _turn(self, poller: zmq.Poller) -> None:
         """Wait for something to do, and do it."""
@@ -153,9 +175,13 @@ class PeerClient:
         while self._jobs:
             self._begin(self._jobs.popleft(), poller, now_s)
         for source, opened in list(self._links.items()):
-            if opened.socket in ready:
-                self._receive(source, opened, now_s)
-            opened.link.tick(self._clock())
+            try:
+                if opened.socket in ready:
+                    self._receive(source, opened, now_s)
+                opened.link.tick(self._clock())
+            except Exception as error:
+                self._log_fault(error)
+                self._fail(opened.link)
             if not opened.link.is_idle:
                 opened.used_s = now_s
             elif now_s - opened.used_s > IDLE_S:
@@ -170,11 +196,20 @@ class PeerClient:
         return min(max(wait_ms, MIN_WAIT_MS), IDLE_POLL_MS)
 
     def _begin(self, job: _Job, poller: zmq.Poller, now_s: float) -> None:
-        opened = self._links.get(job.source) or self._connect(job.source, poller, now_s)
+        try:
+            opened = self._links.get(job.source) or self._connect(job.source, poller, now_s)
+        except Exception as error:
+            self._log_fault(error)
+            opened = PeerMiss.FAULT
         if isinstance(opened, PeerMiss):
             self._refuse(job.work, opened)
-        else:
+            return
+        try:
             opened.link.begin(job.work, now_s)
+        except Exception as error:
+            # The link knows the job by now.
+            self._log_fault(error)
+            self._fail(opened.link)
 
     def _refuse(self, work: Question | PullJob, miss: PeerMiss) -> None:
         if isinstance(work, PullJob):
@@ -184,11 +219,13 @@ class PeerClient:
 
     def _connect(self, source: PeerSource, poller: zmq.Poller, now_s: float) -> _Open | PeerMiss:
         socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        socket.setsockopt(zmq.IPV6, 1)
         miss: PeerMiss | None = None
         try:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
+            socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
+            socket.setsockopt(zmq.IPV6, 1)
             if not self._access.protect_client(socket, source):
                 miss = PeerMiss.FORBIDDEN
                 self._log.warning(
@@ -200,26 +237,27 @@ class PeerClient:
                 miss = PeerMiss.BUSY
             else:
                 socket.connect(source.endpoint)
+                poller.register(socket, zmq.POLLIN)
         except zmq.ZMQError as error:
             miss = PeerMiss.GONE
             self._log.warning(
                 f"peer {source}", "no socket can be opened for a peer", source=str(source), error=str(error)
             )
+        except BaseException:
+            socket.close()
+            raise
         if miss is not None:
             socket.close()
             return miss
 
         def send(message: ToSource) -> None:
-            try:
+            # If the source takes no more messages, the job ends at its deadline.
+            with contextlib.suppress(zmq.Again):
                 socket.send(encode(message), zmq.NOBLOCK)
-            except zmq.Again:
-                # The source takes no more messages; the job ends at its deadline.
-                return
 
         link = PeerLink(self._plane, self._memory, self._facts, send, self._outcomes.append)
         opened = self._links[source] = _Open(link, socket)
         opened.used_s = now_s
-        poller.register(socket, zmq.POLLIN)
         return opened
 
     def _has_room(self, poller: zmq.Poller) -> bool:
@@ -232,7 +270,7 @@ class PeerClient:
         return bool(idle)
 
     def _receive(self, source: PeerSource, opened: _Open, now_s: float) -> None:
-        while True:
+        for _ in range(HIGH_WATER_MESSAGES):
             try:
                 frame = opened.socket.recv(zmq.NOBLOCK)
             except zmq.Again:

@@ -4,6 +4,8 @@
 Every pulled chunk has exactly one outcome, and not before NIXL has stopped writing to its slot. A probe has one outcome,
 too. If a transfer is overdue, the link is stalled: it gets no new work until that transfer has ended, so that a source
 that hangs can hold the slots of one batch at most.
+
+A method may raise whatever NIXL or ZMQ raise. Then the caller calls `fail`, and no job is without its outcome.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from kvrouter.engine_patch.offload.key import OffloadKey
 from kvrouter.engine_patch.offload.peer.data_plane import Copy, DataPlane, PlaneError
-from kvrouter.engine_patch.offload.peer.lender import BUSY_SLOT, NO_SLOT, PeerFacts
+from kvrouter.engine_patch.offload.peer.lender import MISS_OF_NO_SLOT, PeerFacts
 from kvrouter.engine_patch.offload.peer.peer_miss import PeerMiss, miss_of
 from kvrouter.engine_patch.offload.peer.peer_wire import (
     VERSION,
@@ -248,6 +250,10 @@ class PeerLink:
                 self._give_up(pull, PeerMiss.DEADLINE)
         self._begin_pieces(now_s)
 
+    def fail(self, now_s: float) -> None:
+        """End all jobs because of a fault in the program. Chunks that NIXL may still write end with their transfers."""
+        self._lose(PeerMiss.FAULT, now_s, RETRY_S)
+
     def close(self) -> None:
         """Forget the source. Transfers under way have no outcome, because the engine ends."""
         self._welcome = None
@@ -334,8 +340,8 @@ class PeerLink:
         pull.is_lent = True
         memory, source = self._memory, self._welcome
         for key, slot, lent_slot, checksum in zip(job.keys, job.slots, lent.slots, lent.checksums, strict=True):
-            if lent_slot <= NO_SLOT:
-                self._done(Pulled(key, slot, PeerMiss.BUSY if lent_slot == BUSY_SLOT else PeerMiss.ABSENT))
+            if lent_slot < 0:
+                self._done(Pulled(key, slot, MISS_OF_NO_SLOT.get(lent_slot, PeerMiss.PROTOCOL)))
                 continue
             copy = Copy(
                 source.base + lent_slot * source.slot_bytes, memory.base + slot * memory.slot_bytes, memory.chunk_bytes
@@ -358,32 +364,54 @@ class PeerLink:
                     self._miss(chunks, PeerMiss.TRANSFER)
                     self._lose(PeerMiss.TRANSFER, now_s, RETRY_S)
                     return
+                except BaseException:
+                    self._miss(chunks, PeerMiss.FAULT)
+                    raise
                 pull.num_pieces += 1
                 self._pieces.append(_Piece(pull, chunks, transfer))
 
     def _collect(self, now_s: float) -> None:
+        fault: Exception | None = None
         for piece in list(self._pieces):
             try:
-                if not self._plane.is_done(piece.transfer):
-                    continue
-            except PlaneError:
-                self._end(piece)
-                self._miss(piece.chunks, PeerMiss.GONE)
-                self._lose(PeerMiss.GONE, now_s, RETRY_S)
-                self._settle(piece.pull)
-                continue
-            self._end(piece)
-            for chunk in piece.chunks:
-                is_right = self._memory.checksum(chunk.key, chunk.slot) == chunk.checksum
-                self._done(Pulled(chunk.key, chunk.slot, None if is_right else PeerMiss.CHECKSUM))
-            self._settle(piece.pull)
+                self._collect_piece(piece, now_s)
+            except Exception as error:
+                # The other pieces must end, too.
+                fault = error
+        if fault is not None:
+            raise fault
 
-    def _end(self, piece: _Piece) -> None:
+    def _collect_piece(self, piece: _Piece, now_s: float) -> None:
+        is_lost = False
+        try:
+            if not self._plane.is_done(piece.transfer):
+                return
+        except PlaneError:
+            is_lost = True
         self._pieces.remove(piece)
         piece.pull.num_pieces -= 1
-        self._plane.release(piece.transfer)
-        if self._welcome is None:
-            self.close()
+        try:
+            if is_lost:
+                self._miss(piece.chunks, PeerMiss.GONE)
+            else:
+                self._check(piece.chunks)
+        finally:
+            self._settle(piece.pull)
+            self._plane.release(piece.transfer)
+            if is_lost:
+                self._lose(PeerMiss.GONE, now_s, RETRY_S)
+            elif self._welcome is None:
+                self.close()
+
+    def _check(self, chunks: Sequence[_Chunk]) -> None:
+        """Compare the content that arrived with its checksums."""
+        for position, chunk in enumerate(chunks):
+            try:
+                is_right = self._memory.checksum(chunk.key, chunk.slot) == chunk.checksum
+            except BaseException:
+                self._miss(chunks[position:], PeerMiss.FAULT)
+                raise
+            self._done(Pulled(chunk.key, chunk.slot, None if is_right else PeerMiss.CHECKSUM))
 
     def _settle(self, pull: _Pull) -> None:
         """End a pull if nothing of it is left."""
@@ -417,7 +445,7 @@ class PeerLink:
 
     def _lose(self, miss: PeerMiss, now_s: float, retry_s: float) -> None:
         """End all jobs, and begin with a new connection at the next one."""
-        self.close()
+        self._welcome = None
         self._has_said_hello = False
         self._failure = (miss, now_s + retry_s)
         questions, self._questions = self._questions, {}
@@ -425,6 +453,8 @@ class PeerLink:
             self._done(unanswered(job, miss))
         for pull in list(self._pulls.values()):
             self._give_up(pull, miss)
+        # Last, because NIXL may raise.
+        self.close()
 
     def _miss(self, chunks: Sequence[_Chunk], miss: PeerMiss) -> None:
         for chunk in chunks:

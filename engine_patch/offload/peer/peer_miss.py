@@ -9,8 +9,10 @@ import enum
 class PeerMiss(enum.Enum):
     """The reason why a chunk did not come from its source. The value stands in a metric's name and on the wire."""
 
-    # The source does not hold the chunk, or evicted it in the meantime.
+    # The source does not hold the chunk.
     ABSENT = "absent"
+    # The source held the chunk when it was queried, and evicted it before it was borrowed.
+    EVICTED = "evicted"
     # The chunk was not here in time.
     DEADLINE = "deadline"
     # No engine answers at the address, or it ended during the transfer.
@@ -25,7 +27,7 @@ class PeerMiss(enum.Enum):
     RESETS = "resets"
     # The content that arrived is not that of the chunk.
     CHECKSUM = "checksum"
-    # The source lends no more at the moment.
+    # The source lends as much as it may, or this engine uses as many sources as it may.
     BUSY = "busy"
     # There was no room in CPU memory here.
     NO_ROOM = "no_room"
@@ -35,6 +37,8 @@ class PeerMiss(enum.Enum):
     PROTOCOL = "protocol"
     # NIXL reported an error.
     TRANSFER = "transfer"
+    # A fault of the program, here or at the source, which is in that engine's log.
+    FAULT = "fault"
 
 
 def miss_of(value: str) -> PeerMiss:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 import zmq
@@ -13,7 +12,13 @@ from kvrouter.engine_patch.offload.peer.lender import Lender
 from kvrouter.engine_patch.offload.peer.peer_access import PeerAccess
 from kvrouter.engine_patch.offload.peer.peer_miss import PeerMiss
 from kvrouter.engine_patch.offload.peer.peer_source import PeerSource
-from kvrouter.engine_patch.offload.peer.peer_wire import MAX_MESSAGE_BYTES, ToReader, encode, read_by_source
+from kvrouter.engine_patch.offload.peer.peer_wire import (
+    MAX_MESSAGE_BYTES,
+    ToReader,
+    ToSource,
+    encode,
+    read_by_source,
+)
 from kvrouter.engine_patch.offload.peer.warmer import Warmer
 from kvrouter.engine_patch.setup.client_gate import ClientGate
 from kvrouter.engine_patch.setup.throttled_log import ThrottledLog
@@ -82,8 +87,8 @@ class PeerServer:
                     self._lender.expire(self._clock())
                 except Exception as error:
                     # The next reader must be served, too; the pause keeps an error that repeats from using a core.
-                    self._log.warning(f"lend {type(error).__name__}", "a peer could not be served", error=repr(error))
-                    time.sleep(POLL_MS / 1000)
+                    self._log_fault(error)
+                    self._is_closing.wait(POLL_MS / 1000)
         finally:
             self._socket.close()
 
@@ -98,10 +103,21 @@ class PeerServer:
             if message is None:
                 self._lender.counts.bad_messages += 1
                 reply: ToReader | None = Refused(PeerMiss.PROTOCOL.value, "the source cannot read this message")
-            elif isinstance(message, HandOverRequest):
-                reply = self._warmer.answer(message)
             else:
-                reply = self._lender.answer(frames[0], message, self._clock())
+                reply = self._answer(frames[0], message)
             if reply is not None:
                 # A ROUTER socket drops answers to a reader that has gone or does not read.
                 self._socket.send_multipart([frames[0], encode(reply)], zmq.NOBLOCK)
+
+    def _answer(self, reader: bytes, message: ToSource) -> ToReader | None:
+        """Return the answer of the lender or the warmer; a fault is an answer, too, so that the reader does not wait."""
+        try:
+            if isinstance(message, HandOverRequest):
+                return self._warmer.answer(message)
+            return self._lender.answer(reader, message, self._clock())
+        except Exception as error:
+            self._log_fault(error)
+            return Refused(PeerMiss.FAULT.value, f"the source could not serve this message: {error!r}")
+
+    def _log_fault(self, error: Exception) -> None:
+        self._log.warning(f"lend {type(error).__name__}", "a peer could not be served", error=repr(error))

@@ -106,7 +106,7 @@ class Lent(msgspec.Struct, tag="lent", array_like=True):
     """The answer to a `Borrow`: for each key its slot and the checksum of key and content."""
 
     number: int
-    # -1: the chunk is not there. -2: the source lends too many at the moment.
+    # A negative number is a reason of `MISS_OF_NO_SLOT`.
     slots: list[int]
     checksums: list[int]
 

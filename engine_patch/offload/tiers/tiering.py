@@ -16,10 +16,11 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import compress
 from typing import NamedTuple, Protocol
 
 from kvrouter.engine_patch.offload.key import OffloadKey, short_hash
-from kvrouter.engine_patch.offload.peer.lender import NO_SLOT
+from kvrouter.engine_patch.offload.peer.lender import NO_SLOT, OTHER_WEIGHTS
 from kvrouter.engine_patch.offload.tiers.cpu_tier import ChunkState, CpuTier
 from kvrouter.engine_patch.offload.tiers.lineage import Lineage, Trail
 from kvrouter.engine_patch.offload.tiers.peer_tier import PeerTier
@@ -422,9 +423,14 @@ class Tiering:
         return self.counts.resets
 
     def readable(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Return for each chunk whether it is ready in CPU memory."""
+        """Return for each chunk whether it is ready in CPU memory, and count that as a use of the chunk.
+
+        The reader borrows some of them in its next step; the oldest would be evicted until then where memory is short.
+        """
         with self.lock:
-            return [self._cpu.state(key) is ChunkState.READY for key in keys]
+            ready = [self._cpu.state(key) is ChunkState.READY for key in keys]
+            self._touch(list(compress(keys, ready)))
+            return ready
 
     def by_worth(self) -> tuple[list[OffloadKey], dict[int, int]]:
         """Return all chunks that are ready in CPU memory, the most valuable first, and the known blocks before blocks."""
@@ -434,12 +440,12 @@ class Tiering:
     def lend(self, keys: Sequence[OffloadKey], num_resets: int, is_use: bool = True) -> list[int]:
         """Pin the chunks that are ready in CPU memory, and return for each its slot, or NO_SLOT.
 
-        Nothing is lent if the tiers were not reset exactly `num_resets` times. `is_use` says whether the chunks count as
-        used.
+        If the tiers were not reset exactly `num_resets` times, nothing is lent, and each is OTHER_WEIGHTS. `is_use` says whether
+        the chunks count as used.
         """
         with self.lock:
             if num_resets != self.counts.resets:
-                return [NO_SLOT] * len(keys)
+                return [OTHER_WEIGHTS] * len(keys)
             ready = [key for key in keys if self._cpu.state(key) is ChunkState.READY]
             if is_use:
                 self._touch(ready)
@@ -675,7 +681,11 @@ class Tiering:
                 self._outdated.discard(arrival.slot)
                 self._cpu.release(arrival.slot)
                 continue
-            key = self._pulls.pop(arrival.slot)
+            key = arrival.key
+            if self._pulls.get(arrival.slot) != key:
+                # A second end of one transfer must not pass for the end of the slot's next one.
+                continue
+            del self._pulls[arrival.slot]
             if arrival.ok:
                 self._arrived([key])
                 self._write_behind(key)

@@ -24,7 +24,7 @@ BATCH_BYTES = 16 << 20
 # Batches in a row that may fail before the source is given up.
 MAX_FAILURES = 3
 # Reasons for which one chunk is missing while the source goes on.
-OF_ONE_CHUNK = frozenset({PeerMiss.ABSENT, PeerMiss.CHECKSUM})
+OF_ONE_CHUNK = frozenset({PeerMiss.EVICTED, PeerMiss.CHECKSUM})
 # Reasons that may pass.
 PASSING = frozenset({PeerMiss.DEADLINE, PeerMiss.STALLED, PeerMiss.BUSY})
 

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real engines that fetch chunks from each other while all their tiers evict, and the claims about their answers.
+
+Conversations move between the engines at random, and several prompts run at the same time in each. Each answer is
+compared with that of an engine without any cache. A predictor may choose each prompt's source and predict its reuse.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from tests.engine.engine_process import VOCAB_SIZE
+from tests.engine.offload_engine import OffloadEngine
+from tests.engine.offload_workload import SHAPES, Work, alike, workload
+from tests.support.ports import free_port
+
+ENGINES = 3
+# Prompts that run at the same time in each engine.
+AT_ONCE = 2
+# The share of prompts that name no source.
+ALONE = 0.1
+# The share of the others that name the engine that ran their conversation last.
+LIKELY = 0.8
+# Tokens that distinguish conversations.
+HEAD_TOKENS = 32
+WARM_UP_TOKENS = 300
+TIMEOUT_S = 2.0
+# Reasons for which no chunk was to come; each other reason is a shortfall.
+NO_SHORTFALL = "absent"
+PREFIX = "vllm:kvrouter_offload_"
+MISS = f"{PREFIX}peer_miss_"
+# Wrong answers that are shown.
+SHOWN = 4
+
+
+class Plan(NamedTuple):
+    """The source of a prompt, and the prediction of its reuse if there is one."""
+
+    # The number of the engine that lends, or None.
+    source: int | None
+    local_tokens: int | None = None
+    pulled_tokens: int | None = None
+
+
+class Predictor(Protocol):
+    """Chooses sources. A predictor with predictions needs one prompt at a time."""
+
+    def plan(self, engine: int, token_ids: Sequence[int]) -> Plan:
+        """Return the plan of a prompt that is to run on an engine."""
+        ...
+
+
+class RandomSources:
+    """Sources without predictions: often the engine that ran the conversation last, else any other one."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._last: dict[tuple[int, ...], int] = {}
+
+    def plan(self, engine: int, token_ids: Sequence[int]) -> Plan:
+        head = tuple(token_ids[:HEAD_TOKENS])
+        last = self._last.get(head)
+        self._last[head] = engine
+        if self._rng.random() < ALONE:
+            return Plan(None)
+        if last is not None and last != engine and self._rng.random() < LIKELY:
+            return Plan(last)
+        return Plan(self._rng.choice([number for number in range(ENGINES) if number != engine]))
+
+
+class Summary(msgspec.Struct):
+    """The counts of a run."""
+
+    shape: str
+    prompts: int = 0
+    wrong_answers: int = 0
+    # Prompts with chunks of their source, and the tokens that prompts reused from any tier.
+    prompts_with_fetched_chunks: int = 0
+    reused_tokens: int = 0
+    prompt_tokens: int = 0
+    fetched_chunks: int = 0
+    # Chunks that a source held and that did not come, by reason, and their share.
+    shortfall: dict[str, int] = {}
+    shortfall_share: float = 0.0
+    # Chunks that were to be fetched, did not come, and have no counted reason.
+    uncounted: int = 0
+    # Prompts that reused more than was predicted, or less although no chunk was missed.
+    predicted: int = 0
+    over: int = 0
+    unexplained: int = 0
+    evicted_chunks: list[int] = []
+    # Pages that are on the GPU and in CPU memory, and those that differ.
+    compared_pages: int = 0
+    different_pages: int = 0
+    # Engines whose announcements differ from what they hold.
+    wrong_ledgers: int = 0
+    # The longest call of each engine's scheduler, in which the tiers do their part of a step.
+    slowest_call_s: list[float] = []
+    examples: list[str] = []
+
+    @property
+    def faults(self) -> int:
+        """The number of broken claims."""
+        return (
+            self.wrong_answers
+            + self.uncounted
+            + self.over
+            + self.unexplained
+            + self.different_pages
+            + self.wrong_ledgers
+        )
+
+
+def settings(shape: str, folder: Path, port: int, **more: Any) -> dict[str, Any]:
+    """Return the settings of an engine that lends at a port."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return {
+        "shared_memory_path": str(folder),
+        "cpu_bytes_to_use": SHAPES[shape].cpu_blocks * SHAPES[shape].block_bytes,
+        "peer_port": port,
+        "peer_timeout_s": TIMEOUT_S,
+        **more,
+    }
+
+
+def misses(engine: OffloadEngine) -> dict[str, int]:
+    """Return the number of chunks that did not come, by reason."""
+    counts = engine.do("counts")
+    return {name.removeprefix(MISS): count for name, count in counts.items() if name.startswith(MISS) and count}
+
+
+def request(work: Work, source: int | None, **more: Any) -> dict[str, Any]:
+    """Return a request of `offload_child.Child.generate_all` that may load from all tiers."""
+    return {"token_ids": work.token_ids, "max_tokens": work.max_tokens, "tiers": None, "source": source, **more}
+
+
+@contextmanager
+def without_cache(folder: Path, shape: str, model: Path) -> Iterator[OffloadEngine]:
+    """Run an engine that reuses nothing."""
+    with OffloadEngine(folder, model, SHAPES[shape].gpu_blocks, None, patch=False, prefix_caching=False) as engine:
+        yield engine
+
+
+@dataclass
+class Proof:
+    """A run of prompts on several engines."""
+
+    shape: str
+    model: Path
+    folder: Path
+    seed: int
+    prompts: int
+    at_once: int = AT_ONCE
+    progress: Callable[[str], None] = field(default=lambda line: None)
+
+    def run(self, predictor: Predictor | None = None) -> Summary:
+        """Run the prompts, and return the counts."""
+        shape = SHAPES[self.shape]
+        rng = random.Random(f"{self.seed} sources")
+        chooser = predictor or RandomSources(rng)
+        summary = Summary(self.shape)
+        ports = [free_port() for _ in range(ENGINES)]
+        with ExitStack() as stack:
+            plain = stack.enter_context(without_cache(self.folder / "plain", self.shape, self.model))
+            engines = [
+                stack.enter_context(
+                    OffloadEngine(
+                        self.folder / f"engine{number}",
+                        self.model,
+                        shape.gpu_blocks,
+                        settings(self.shape, self.folder / f"slots{number}", port),
+                    )
+                )
+                for number, port in enumerate(ports)
+            ]
+            for engine in (plain, *engines):
+                # The first steps compile.
+                engine.run(tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(WARM_UP_TOKENS)), 2)
+            for engine in engines:
+                engine.do("take_slowest_s")
+            works = list(workload(self.shape, self.seed, self.prompts))
+            while works:
+                batches = [[works.pop(0) for _ in range(min(self.at_once, len(works)))] for _ in engines]
+                self._round(engines, plain, batches, ports, chooser, summary)
+                self.progress(
+                    f"{self.shape}: {summary.prompts} of {self.prompts} prompts, {summary.wrong_answers} wrong, "
+                    f"{summary.prompts_with_fetched_chunks} with fetched chunks"
+                )
+            self._finish(engines, summary)
+        return summary
+
+    def _round(
+        self,
+        engines: Sequence[OffloadEngine],
+        plain: OffloadEngine,
+        batches: Sequence[Sequence[Work]],
+        ports: Sequence[int],
+        chooser: Predictor,
+        summary: Summary,
+    ) -> None:
+        """Run a batch in each engine at the same time."""
+        plans = [[chooser.plan(number, work.token_ids) for work in batch] for number, batch in enumerate(batches)]
+        for engine, batch, planned in zip(engines, batches, plans, strict=True):
+            engine.begin(
+                [
+                    request(work, None if plan.source is None else ports[plan.source], hinted=summary.prompts % 2 == 1)
+                    for work, plan in zip(batch, planned, strict=True)
+                ]
+            )
+        plain.begin([request(work, None) for batch in batches for work in batch])
+        truths = iter(plain.answers())
+        for engine, batch, planned in zip(engines, batches, plans, strict=True):
+            for work, plan, answer in zip(batch, planned, engine.answers(), strict=True):
+                self._count(work, plan, answer, next(truths), summary)
+
+    def _count(self, work: Work, plan: Plan, answer: dict[str, Any], truth: dict[str, Any], summary: Summary) -> None:
+        summary.prompts += 1
+        summary.prompt_tokens += len(work.token_ids)
+        summary.reused_tokens += answer["cached"]
+        summary.prompts_with_fetched_chunks += answer["fetched"] > 0
+        summary.uncounted += answer["uncounted"]
+        if not alike(answer, truth):
+            summary.wrong_answers += 1
+            summary.examples = [*summary.examples, f"{plan}: {answer} {truth}"][:SHOWN]
+        predicted = plan.local_tokens if plan.source is None else plan.pulled_tokens
+        if predicted is None:
+            return
+        summary.predicted += 1
+        summary.over += answer["cached"] > predicted
+        if answer["cached"] < predicted and not answer["missed"]:
+            summary.unexplained += 1
+            summary.examples = [*summary.examples, f"{plan}: reused {answer['cached']}"][:SHOWN]
+
+    def _finish(self, engines: Sequence[OffloadEngine], summary: Summary) -> None:
+        shortfall: Counter[str] = Counter()
+        for engine in engines:
+            shortfall.update(misses(engine))
+            summary.fetched_chunks += engine.do("counts")[f"{PREFIX}peer_pulled"]
+            summary.evicted_chunks.append(engine.do("evicted"))
+            summary.slowest_call_s.append(engine.do("take_slowest_s"))
+            pages = engine.do("same_bytes")
+            summary.compared_pages += pages["compared"]
+            summary.different_pages += pages["different"]
+            summary.wrong_ledgers += engine.do("ledger") != engine.do("resident")
+        del shortfall[NO_SHORTFALL]
+        summary.shortfall = dict(shortfall)
+        missed = shortfall.total()
+        summary.shortfall_share = missed / max(1, missed + summary.fetched_chunks)
