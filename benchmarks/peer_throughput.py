@@ -152,6 +152,9 @@ def _pairs(
         "plain_gb_per_s": round(PULL_BYTES / 1e9 / statistics.median(pair[0] for pair in rounds), 3),
         "pull_gb_per_s": round(PULL_BYTES / 1e9 / statistics.median(pair[1] for pair in rounds), 3),
         "ratio": round(statistics.median(pair[0] / pair[1] for pair in rounds), 3),
+        # The best of each, which other programs disturb least.
+        "best_plain_gb_per_s": round(PULL_BYTES / 1e9 / min(pair[0] for pair in rounds), 3),
+        "best_pull_gb_per_s": round(PULL_BYTES / 1e9 / min(pair[1] for pair in rounds), 3),
         "ratios": [round(pair[0] / pair[1], 2) for pair in rounds],
         "load": round(os.getloadavg()[0], 1),
     }

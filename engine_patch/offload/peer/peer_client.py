@@ -42,7 +42,7 @@ FAULT_PAUSE_S = 0.1
 # A source costs a socket, and NIXL's connection. Further sources wait until a link is idle.
 MAX_LINKS = 128
 # Messages that wait for one source, or of one source, and those that the thread reads before it serves other sources.
-HIGH_WATER_MESSAGES = 64
+HIGH_WATER_MESSAGES = 256
 # An overdue job ends at most this much after its deadline, because ZMQ counts whole milliseconds.
 MIN_WAIT_MS = 1
 WAKE = "inproc://wake"
@@ -188,6 +188,8 @@ class PeerClient:
                 self._close(source, poller)
 
     def _wait_ms(self) -> int:
+        if any(opened.link.has_more for opened in self._links.values()):
+            return 0
         if any(opened.link.is_copying for opened in self._links.values()):
             return TRANSFER_POLL_MS
         deadlines_s = [opened.link.next_deadline_s() for opened in self._links.values()]

@@ -20,6 +20,7 @@ from kvrouter.engine_patch.offload.peer.data_plane import Copy, DataPlane, Plane
 from kvrouter.engine_patch.offload.peer.lender import MISS_OF_NO_SLOT, PeerFacts
 from kvrouter.engine_patch.offload.peer.peer_miss import PeerMiss, miss_of
 from kvrouter.engine_patch.offload.peer.peer_wire import (
+    MAX_KEYS,
     VERSION,
     Borrow,
     Hello,
@@ -41,6 +42,10 @@ from kvrouter.events.peer.hand_over import Refused
 PIECE_BYTES = 4 << 20
 # Pieces under way at once, so that the network is never idle between two of them.
 MAX_PIECES = 4
+# Bytes of one loan. The source computes the checksums of the next loan while this engine copies the chunks of one.
+LOAN_BYTES = 8 << 20
+# Loans of one pull, so that the messages of several pulls fit the queues of both sockets.
+MAX_LOANS = 32
 # The source keeps chunks this much longer than the reader wants them.
 LOAN_MARGIN_S = 1.0
 # The pause before a source that did not answer, or refused, is tried again.
@@ -182,10 +187,17 @@ class PeerLink:
         # After a failure: the reason, and when the source may be tried again.
         self._failure: tuple[PeerMiss, float] | None = None
         self._questions: dict[int, Question] = {}
+        # Pulls by the numbers of their loans.
         self._pulls: dict[int, _Pull] = {}
+        self._last_loan = 0
         self._pieces: list[_Piece] = []
         # The last sentence with which the source refused, for the log.
         self.refusal = ""
+
+    @property
+    def has_more(self) -> bool:
+        """Whether a turn without a wait would begin a piece."""
+        return len(self._pieces) < MAX_PIECES and any(pull.queue for pull in self._pulls.values())
 
     @property
     def is_idle(self) -> bool:
@@ -229,10 +241,18 @@ class PeerLink:
         if problem is not None:
             self._fail_chunks(job.keys, job.slots, problem)
             return
-        self._pulls[job.number] = _Pull(job)
+        per_loan = max(1, min(LOAN_BYTES // self._memory.chunk_bytes, MAX_KEYS), -(-len(job.keys) // MAX_LOANS))
+        loans: list[PullJob] = []
+        for start in range(0, len(job.keys), per_loan):
+            end = start + per_loan
+            self._last_loan += 1
+            loan = job._replace(number=self._last_loan, keys=job.keys[start:end], slots=job.slots[start:end])
+            self._pulls[loan.number] = _Pull(loan)
+            loans.append(loan)
         self._open()
         if self._welcome is not None:
-            self._borrow(job, now_s)
+            for loan in loans:
+                self._borrow(loan, now_s)
 
     def tick(self, now_s: float) -> None:
         """Collect transfers, begin others, and end what is overdue."""
@@ -354,9 +374,10 @@ class PeerLink:
 
     def _begin_pieces(self, now_s: float) -> None:
         per_piece = max(1, PIECE_BYTES // self._memory.chunk_bytes)
+        num_begun = 0
         # The sort is stable, so chunks that requests wait for come first, and then the older job.
         for pull in sorted(self._pulls.values(), key=lambda pull: pull.job.is_hand_over):
-            while pull.queue and len(self._pieces) < MAX_PIECES:
+            while pull.queue and len(self._pieces) < MAX_PIECES and num_begun < MAX_PIECES:
                 chunks = [pull.queue.popleft() for _ in range(min(per_piece, len(pull.queue)))]
                 try:
                     transfer = self._plane.read(self._peer, [chunk.copy for chunk in chunks])
@@ -368,7 +389,11 @@ class PeerLink:
                     self._miss(chunks, PeerMiss.FAULT)
                     raise
                 pull.num_pieces += 1
-                self._pieces.append(_Piece(pull, chunks, transfer))
+                piece = _Piece(pull, chunks, transfer)
+                self._pieces.append(piece)
+                # Within a machine the copy has ended already, and its bytes are still in the processor's cache.
+                self._collect_piece(piece, now_s)
+                num_begun += 1
 
     def _collect(self, now_s: float) -> None:
         fault: Exception | None = None

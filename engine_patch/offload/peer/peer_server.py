@@ -27,7 +27,7 @@ from kvrouter.events.peer.hand_over import HandOverRequest, Refused
 # How long the thread waits for a message before it looks whether a loan has ended or the engine ends.
 POLL_MS = 100
 # Messages that wait for one reader, or of one reader; further ones wait at the sender.
-HIGH_WATER_MESSAGES = 64
+HIGH_WATER_MESSAGES = 256
 
 
 class PeerServer:
