@@ -425,14 +425,20 @@ def test_a_hand_over_brings_all_chunks_of_an_engine_without_a_step_of_either(wor
 
 def test_a_hand_over_keeps_the_order_of_worth_of_its_source(world: World) -> None:
     lender, reader = divided_worlds(world)
-    finish(world, reader, reader.warm(lender))
+    warming = reader.warm(lender)
+    # Several batches, the last of which would otherwise be the youngest.
+    warming.batch_chunks = 3
+    finish(world, reader, warming)
+    world.turn()
     assert reader.cpu.by_worth() == lender.cpu.by_worth()
 
 
 def test_the_source_values_its_chunks_as_before(world: World) -> None:
     lender, reader = divided_worlds(world)
     before = lender.cpu.by_worth()
-    finish(world, reader, reader.warm(lender))
+    warming = reader.warm(lender)
+    warming.batch_chunks = 3
+    finish(world, reader, warming)
     assert lender.cpu.by_worth() == before
 
 
