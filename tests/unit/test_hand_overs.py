@@ -114,11 +114,12 @@ async def test_a_neighbour_that_does_not_answer_gets_no_share(
         registry.add(f"w{number}", engine.port)
     registry.add("w2", free_port())
     engines[0].store(1, 2, 3)
+    engines[0].store(11, 12, 13)
     _, parts = await hand_overs.begin("w0", None, None, None, 1 << 20, WITHIN_S)
     by_name = {part.worker_id: part for part in parts}
     assert by_name["w2"].end == "unreachable" and "curve_client_key" in by_name["w2"].problem
     (part,) = await until_over(hand_overs)
-    assert (part.worker_id, part.fetched) == ("w1", 3)
+    assert (part.worker_id, part.fetched) == ("w1", 6)
 
 
 async def test_a_second_hand_over_to_a_busy_engine_says_so(
