@@ -29,6 +29,10 @@ URL = "the engine's HTTP address, with an optional path before all others; no qu
 ENGINE_KEY = (
     "the name of the engine's API key in worker_api_keys_file of each router, never the key; by default `default`"
 )
+PEER = (
+    "HOST:PORT where vLLM's own p2p tier listens, its base port for all ranks; with it, the router may have engines fetch blocks "
+    "from each other (docs/how-to/offload.md)"
+)
 BLOCK_SIZE = "tokens in a block; by default learned"
 LORA_NAME = "the one LoRA adapter that the worker serves"
 CATALOG = "what is known of the KV cache; it overrides what is learned, and the rest is still learned"
@@ -139,6 +143,7 @@ class WorkerPatch(DynamoWorker, kw_only=True):
     role: Annotated[str | UnsetType | None, Meta(description=ROLE)] = UNSET
     handover: Annotated[str | UnsetType | None, Meta(description=HANDOVER)] = UNSET
     engine: Annotated[str | UnsetType | None, Meta(description=ENGINE)] = UNSET
+    peer: Annotated[str | UnsetType | None, Meta(description=PEER)] = UNSET
 
 
 class RegisterBody(DynamoWorker, kw_only=True):
@@ -164,6 +169,7 @@ class RegisterBody(DynamoWorker, kw_only=True):
     role: Annotated[str | None, Meta(description=ROLE)] = None
     handover: Annotated[str | None, Meta(description=HANDOVER)] = None
     engine: Annotated[str | None, Meta(description=ENGINE)] = None
+    peer: Annotated[str | None, Meta(description=PEER)] = None
 
 
 class UnregisterBody(msgspec.Struct, kw_only=True):

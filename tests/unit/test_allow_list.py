@@ -97,6 +97,7 @@ def test_an_invalid_entry_ends_the_start(entry: str) -> None:
         ("replay_endpoint", Registration(W0, events="tcp://good:1", replay="tcp://bad:1")),
         ("patch_endpoint", Registration(W0, events="tcp://good:1", patch="ipc:///bad")),
         ("url", Registration(W0, events="tcp://good:1", url="http://bad:1")),
+        ("peer", Registration(W0, events="tcp://good:1", peer="bad:1")),
     ],
 )
 def test_every_address_of_a_registration_is_judged(field: str, registration: Registration) -> None:

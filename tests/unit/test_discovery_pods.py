@@ -40,7 +40,12 @@ def test_labels_and_annotations_describe_the_worker() -> None:
     candidate = only(
         "e-0",
         labels={"kvrouter/role": "decode", "kvrouter/model": "label"},
-        annotations={"kvrouter/model": "google/gemma-3-27b-it", "kvrouter/handover": "header", "kvrouter/port": "9000"},
+        annotations={
+            "kvrouter/model": "google/gemma-3-27b-it",
+            "kvrouter/handover": "header",
+            "kvrouter/port": "9000",
+            "kvrouter/peer-port": "5710",
+        },
         ports={"http": 8080, "kv-events": 6000, "kv-replay": 6001, "metrics": 1},
     ).registration
     assert candidate == Registration(
@@ -50,6 +55,7 @@ def test_labels_and_annotations_describe_the_worker() -> None:
         replay="tcp://10.0.0.5:6001",
         role=Role.DECODE,
         handover=HandoverWay.HEADER,
+        peer="10.0.0.5:5710",
         source=KUBERNETES,
     )
     assert only("e-0", ports={"http": 8080}).registration.url == "http://10.0.0.5:8080"
@@ -100,6 +106,7 @@ def test_on_the_hosts_network_no_port_is_guessed() -> None:
         {"kvrouter/role": "router"},
         {"kvrouter/model": " "},
         {"kvrouter/handover": "mail"},
+        {"kvrouter/peer-port": "70000"},
     ],
 )
 def test_a_wrong_annotation_is_named_with_its_pod(annotations: dict[str, str]) -> None:

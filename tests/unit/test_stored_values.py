@@ -174,6 +174,7 @@ def group(**fields: object) -> CatalogSpec:
         changed(block_size=0),
         changed(patch="?"),
         changed(patch_key="short"),
+        changed(peer="10.0.0.5"),
         changed(catalog=group(block_size=-1)),
         changed(catalog=group(group_idx=MAX_GROUPS)),
         changed(catalog=group(sliding_window=2**40)),

@@ -41,7 +41,18 @@ REGISTRY_READ_S = 10.0
 # in their place.
 FOREIGN_LOOK_S = 1.0
 # The fields of a registration that a stream does not depend on.
-STREAMLESS_FIELDS = ("url", "engine_key", "lora_name", "draining", "retiring", "role", "handover", "source", "note")
+STREAMLESS_FIELDS = (
+    "url",
+    "engine_key",
+    "lora_name",
+    "draining",
+    "retiring",
+    "role",
+    "handover",
+    "peer",
+    "source",
+    "note",
+)
 
 REPLACED = "it is registered again, and its index begins empty in a moment"
 

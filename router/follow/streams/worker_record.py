@@ -30,6 +30,8 @@ from kvrouter.router.index.ingest.ingest import Ingest
 from kvrouter.router.index.ingest.worker_profile import WorkerProfile
 from kvrouter.router.index.matching.matcher import WorkerView
 from kvrouter.router.index.store import keys
+from kvrouter.router.model.kvcache.block_hash import HashScheme
+from kvrouter.router.model.kvcache.registered_peer import registered_peer
 from kvrouter.router.model.workers.engine_cache import cache_problem
 from kvrouter.router.model.workers.lending_address import lending_address
 from kvrouter.router.model.workers.provenance import ranks_allowed
@@ -265,6 +267,7 @@ class WorkerRecord:
         config, profile = self._services.config, self.profile
         shown = credit(self.phase, self.facts, word, state, config.suspect_credit_s)
         explained = profile.identity.explained and state is not StreamState.UNHASHABLE
+        scheme = profile.identity.scheme if explained else None
         return WorkerView(
             worker=self.registration.worker,
             url=self.registration.url,
@@ -273,22 +276,26 @@ class WorkerRecord:
             reason=shown.reason,
             epoch=self.peer.epoch if self.is_elsewhere else self.ingest.held.epoch,
             catalog=profile.catalog,
-            scheme=profile.identity.scheme if explained else None,
+            scheme=scheme,
             lora_paths=profile.spec.lora_paths,
             approximate=self._is_guessed(state),
             life=self.lives.number,
             # The index has the source's blocks as they are only while it is credited.
-            peer=self._lending_address() if shown.credited else None,
+            peer=self._lending_address(scheme) if shown.credited else None,
         )
 
-    def _lending_address(self) -> PeerAddress | None:
-        """Return where other engines borrow chunks of this one; the answer for the last declaration is remembered."""
+    def _lending_address(self, scheme: HashScheme | None) -> PeerAddress | None:
+        """Return where other engines borrow chunks of this one, None if nowhere.
+
+        An address that the engine declares comes before a registered one. The answer for the last address is remembered.
+        """
         declared = self.peer.lent_at if self.is_elsewhere else self.ingest.profile.lent_at
+        stated = declared or registered_peer(self.registration, self.profile.catalog, scheme)
         url = self.registration.url
-        if declared is None:
+        if stated is None:
             return None
-        if (declared, url) != self._lent[:2]:
-            self._lent = declared, url, lending_address(declared, (self.endpoints.patch, self.endpoints.events, url))
+        if (stated, url) != self._lent[:2]:
+            self._lent = stated, url, lending_address(stated, (self.endpoints.patch, self.endpoints.events, url))
         return self._lent[2]
 
     def _is_guessed(self, state: StreamState) -> bool:

@@ -25,6 +25,7 @@ from kvrouter.router.model.workers.worker_spec import (
     none_hash_problem,
     patch_key_problem,
     patch_problem,
+    peer_problem,
     plain_none_hash,
     url_problem,
     worker_id_problem,
@@ -66,6 +67,8 @@ def _problems(registration: Registration) -> Iterator[str | None]:
         yield patch_problem(registration.patch)
     if registration.engine_key is not None:
         yield key_name_problem(registration.engine_key)
+    if registration.peer is not None:
+        yield peer_problem(registration.peer, registration.worker.dp_rank)
     if registration.patch_key is not None:
         yield patch_key_problem(registration.patch_key, registration.patch)
     yield _size_problem(registration.block_size)

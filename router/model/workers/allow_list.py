@@ -95,6 +95,8 @@ class AllowList:
             "replay_endpoint": registration.replay,
             "patch_endpoint": None if registration.patch == NO_PATCH else registration.patch,
             "url": registration.url,
+            # The router does not connect there, but it has engines do so.
+            "peer": registration.peer and f"tcp://{registration.peer}",
         }
         for field, endpoint in addresses.items():
             problem = endpoint and self.problem(endpoint)

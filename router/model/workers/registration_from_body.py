@@ -24,6 +24,7 @@ from kvrouter.router.model.workers.worker_spec import (
     none_hash_problem,
     patch_key_problem,
     patch_problem,
+    peer_problem,
     plain_none_hash,
     url_problem,
     worker_id_problem,
@@ -81,6 +82,7 @@ def registration_of(body: RegisterBody, unknown_model: str | None = None) -> Reg
         handover=handover_of(body.handover),
         engine=engine_of(body.engine),
         engine_key=body.engine_key,
+        peer=body.peer,
         numbered=_is_number(body.worker_id) or _is_number(body.instance_id),
     )
     _check_addresses(registration)
@@ -111,6 +113,7 @@ def patched(known: Registration, patch: WorkerPatch) -> Registration:
         handover=known.handover if patch.handover is msgspec.UNSET else handover_of(patch.handover),
         engine=known.engine if patch.engine is msgspec.UNSET else engine_of(patch.engine),
         engine_key=pick(patch.engine_key, known.engine_key),
+        peer=pick(patch.peer, known.peer),
     )
     if registration.events is None and registration.url is None:
         raise BadQuestion("endpoint and url cannot both be unset; DELETE the worker to drop it")
@@ -256,6 +259,8 @@ def _check_addresses(registration: Registration) -> None:
         _check("patch_endpoint", patch_problem(registration.patch))
     if registration.engine_key is not None:
         _check("engine_key", key_name_problem(registration.engine_key))
+    if registration.peer is not None:
+        _check("peer", peer_problem(registration.peer, registration.worker.dp_rank))
     if registration.patch_key is not None:
         _check("patch_key", patch_key_problem(registration.patch_key, registration.patch))
     if registration.replay is not None and registration.events is None:

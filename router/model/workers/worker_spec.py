@@ -24,6 +24,7 @@ MAX_NAME_CHARS = 512
 
 # Data-parallel ranks count from 0; vLLM's largest deployments have a few hundred.
 MAX_DP_RANK = 65_535
+MAX_PORT = 65_535
 
 SHAPE = "[ID=]HTTP_URL[,events=tcp://H:P][,replay=tcp://H:P][,model=NAME][,dp_rank=N][,KEY=VALUE...]"
 HTTP = ("http://", "https://")
@@ -47,6 +48,7 @@ KEYS = (
     "handover",
     "engine",
     "engine_key",
+    "peer",
     *CATALOG_KEYS,
 )
 
@@ -82,11 +84,32 @@ def endpoint_problem(endpoint: str) -> str | None:
     # The host that the router reads must be the host that libzmq connects to. So the pattern matches neither `;`, which
     # libzmq takes for the end of a source address, nor a bare IPv6 address.
     match = re.fullmatch(r"tcp://(\[[0-9A-Fa-f:.]+(?:%\w+)?\]|[^\[\]:;/@\\]+):(\d{1,5})", endpoint)
-    if not match or not 0 < int(match[2]) <= 65_535:
+    if not match or not 0 < int(match[2]) <= MAX_PORT:
         return wanted
     if match[1] in ("*", "0.0.0.0", "[::]"):
         return f"{wanted}; {match[1]} is where the engine binds, not where it can be reached"
     return None
+
+
+def peer_problem(peer: str, dp_rank: int) -> str | None:
+    """Return why `peer` is no address of vLLM's p2p tier for this rank, or None if it is one.
+
+    The tier takes no IPv6 address. Source: vLLM 0.33.0, module `vllm.v1.kv_offload.tiering.p2p.control.zmq`.
+    """
+    wanted = "must be HOST:PORT like 10.0.0.5:5710, with a name or an IPv4 address"
+    match = re.fullmatch(r"([^\[\]:;/@\\,]+):(\d{1,5})", peer)
+    if match is None or endpoint_problem(f"tcp://{peer}") is not None:
+        return wanted
+    last_port = int(match[2]) + dp_rank
+    return (
+        None if last_port <= MAX_PORT else f"{wanted}, whose port plus dp_rank is at most {MAX_PORT}, not {last_port}"
+    )
+
+
+def peer_address(peer: str, dp_rank: int) -> tuple[str, int]:
+    """Return host and port of a rank of vLLM's p2p tier, which counts its ports from that of rank 0."""
+    host, _, port = peer.rpartition(":")
+    return host, int(port) + dp_rank
 
 
 def patch_problem(patch: str) -> str | None:

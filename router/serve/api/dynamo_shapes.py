@@ -86,6 +86,7 @@ def patch_in(body: WorkerPatch) -> WorkerPatch:
             "patch_endpoint",
             "patch_key",
             "engine_key",
+            "peer",
             "url",
             "block_size",
             "lora_name",

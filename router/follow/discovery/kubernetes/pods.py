@@ -10,6 +10,7 @@ place of an annotation.
   named `kv-events` and `kv-replay`. Without a port for events, the engine's answer names both; if the engine has no such
   path, the ports are 5557 and 5558.
 - ranks: their number in annotation `kvrouter/dp-ranks`, with ports counted up, else the ranks of the engine's answer.
+- peer: the pod's IP and the port in annotation `kvrouter/peer-port`.
 - model, role, handover: annotations `kvrouter/model`, `kvrouter/role`, `kvrouter/handover`.
 """
 
@@ -27,7 +28,7 @@ from kvrouter.router.model.workers.engine_answers import Stream, bracketed
 from kvrouter.router.model.workers.registration import UNKNOWN_MODEL, Registration
 from kvrouter.router.model.workers.role import HandoverWay, Role, handover_problem, role_problem
 from kvrouter.router.model.workers.source_precedence import KUBERNETES
-from kvrouter.router.model.workers.worker_spec import MAX_DP_RANK, name_problem, worker_id_problem
+from kvrouter.router.model.workers.worker_spec import MAX_DP_RANK, name_problem, peer_problem, worker_id_problem
 
 PREFIX = "kvrouter/"
 
@@ -117,6 +118,7 @@ def _described(pod: Pod, host: str) -> list[Candidate]:
     http = _port(metadata, "port") or ports.get(HTTP_PORT_NAME, HTTP_PORT)
     events = _port(metadata, "events-port") or ports.get(EVENTS_PORT_NAME)
     replay = _port(metadata, "replay-port") or ports.get(REPLAY_PORT_NAME)
+    peer_port = _port(metadata, "peer-port")
     if problem := worker_id_problem(pod.metadata.name):
         raise PodError(f"its name {problem}")
     model = metadata.get(PREFIX + "model", UNKNOWN_MODEL)
@@ -127,6 +129,8 @@ def _described(pod: Pod, host: str) -> list[Candidate]:
     for name, problem in (("role", role_problem(role)), ("handover", handover_problem(handover))):
         if problem:
             raise PodError(f"{PREFIX}{name} {problem}")
+    if peer_port is not None and (problem := peer_problem(f"{host}:{peer_port}", 0)):
+        raise PodError(f"{PREFIX}peer-port {problem}")
     leaving = _leaving(pod)
 
     def at(port: int) -> str:
@@ -140,6 +144,7 @@ def _described(pod: Pod, host: str) -> list[Candidate]:
             replay=None if events is None or replay is None else at(replay),
             role=Role(role),
             handover=HandoverWay(handover),
+            peer=None if peer_port is None else f"{host}:{peer_port}",
             retiring=bool(leaving),
             source=KUBERNETES,
             note=leaving,
