@@ -196,7 +196,7 @@ def measured(on: Stage) -> Stage:
 
 
 def known_token_s(on: Stage) -> float:
-    return on.placer.weights.transfers.rate(HOSTS, 65_536, RATE).token_s
+    return on.placer.weights.transfers.rate(HOSTS, 65_536, RATE)[0]
 
 
 def test_the_rate_of_a_pair_of_hosts_is_learned_from_first_tokens() -> None:

@@ -10,7 +10,7 @@ longer, and only a new attempt shows that it became better.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from kvrouter.router.route.load.worker_speed import LOADED_TOKENS_MIN, SAMPLES_MIN, weighted_median
 
@@ -40,12 +40,9 @@ class HostPair(NamedTuple):
     destination: str
 
 
-class TransferRate(NamedTuple):
-    """The time that a token takes, and how much of what is fetched does not arrive."""
-
-    token_s: float
-    # From 0 to 1.
-    missing_share: float
+# The seconds that a token takes, and the share of what is fetched that does not arrive, from 0 to 1. A tuple, as compiled
+# code reads it fastest.
+TransferRate: TypeAlias = tuple[float, float]
 
 
 class _Measurements:
@@ -131,11 +128,11 @@ class TransferRates:
         usual = self._usual.get(_usual_name(pair))
         measured = self._measured.get(pair) or usual
         if measured is None or usual is None:
-            return TransferRate(assumed_s, 0.0)
+            return assumed_s, 0.0
         token_s = measured.token_s
         if token_s is None:
             token_s = usual.token_s
-        return TransferRate(assumed_s if token_s is None else token_s, measured.missing_share)
+        return assumed_s if token_s is None else token_s, measured.missing_share
 
     def learn(
         self, pair: HostPair, fetched_tokens: int, missing_tokens: int, token_s: float | None, now: float
@@ -161,7 +158,7 @@ class TransferRates:
             measurements.add(fetched_tokens, missing_tokens, token_s, now)
         rates = self._rates.get((pair.model, pair.source))
         if rates is not None and (rate := rates.get(pair.destination)) is not None:
-            rates[pair.destination] = self._measured_rate(pair, rate.token_s)
+            rates[pair.destination] = self._measured_rate(pair, rate[0])
 
     def tick(self, now: float) -> None:
         """Forget old measurements; called periodically."""

@@ -117,7 +117,7 @@ def choose(hits: Sequence[Hit], context: ChoiceContext, rng: Random) -> Choice:
     chosen = _pick(hits, costs, skipped, context, rng)
     pull = None
     if (priced := costs.pulls.get(chosen)) is not None and context.lenders is not None:
-        pull = context.lenders.plan(hits[chosen], priced.pull)
+        pull = context.lenders.plan(hits[chosen], priced[0])
     best = chosen if tokens[chosen] == longest else tokens.index(longest)
     lost = "" if best == chosen else _loss(hits, best, chosen, skipped, pull, context)
     return Choice(

@@ -17,3 +17,7 @@ cpdef tuple _queues(object hits, object context, object loads, object correction
 
 @cython.locals(queued=double, decode=double, deepest=cython.Py_ssize_t)
 cpdef double _shortest_queue(object hits, list queues, object context, int64_t beyond) except -1
+
+cpdef double _fetched_saving(
+    double saved, int64_t fetched, double token_cost, object copies, int64_t reached, int64_t shared, double slowness
+) except? -1

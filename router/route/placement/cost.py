@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import floor
+from typing import TypeAlias
 
 import msgspec
 
@@ -41,7 +42,7 @@ from kvrouter.router.route.load.worker_load import Correction, LoadModel
 from kvrouter.router.route.placement.copies import NO_COPIES, Copies
 from kvrouter.router.route.placement.lenders import Lenders
 from kvrouter.router.route.placement.policies import LEAST_COST, Policy
-from kvrouter.router.route.placement.pull_prices import PricedPull, PullPrices
+from kvrouter.router.route.placement.pull_prices import PullPrices
 
 # The cost that each context token of the sequences running at a worker adds to a new prompt, in tokens of prefill. The
 # prompt's chunks share their steps with the running sequences. A sequence of some thousand tokens takes 0.2 to 0.4 ms
@@ -133,6 +134,9 @@ class Candidate(msgspec.Struct, frozen=True):
 Terms = tuple[float, float, float, float, float, float, float, float, float, float]
 
 
+# The blocks that a worker would fetch, and the part of its prefill in which it only waits for them.
+PricedPull: TypeAlias = tuple[Pull, float]
+NO_PULL: tuple[None, float] = (None, 0.0)
 NO_PULLS: Mapping[int, PricedPull] = {}
 
 
@@ -169,14 +173,13 @@ class Costs(msgspec.Struct, frozen=True, gc=False):
     def candidate(self, i: int, hit: Hit, pending_tokens: int) -> Candidate:
         """Return the worker at this place as a candidate; `hit` is its hit."""
         parts = CostTerms(*map(round, self.terms[i][2:]))
-        priced = self.pulls.get(i)
-        pull = None if priced is None else priced.pull
+        pull, _ = self.pulls.get(i, NO_PULL)
         return Candidate(hit, self.totals[i], parts.load, parts, i in self.saturated, pending_tokens, pull)
 
     def computed_tokens(self, i: int) -> int:
         """Return the worker's own work on the prompt at this place, without the time in which it waits for blocks."""
-        priced = self.pulls.get(i)
-        return int(self.terms[i][0] - (0.0 if priced is None else priced.transfer_tokens) + 0.5)
+        _, transfer_tokens = self.pulls.get(i, NO_PULL)
+        return int(self.terms[i][0] - transfer_tokens + 0.5)
 
 
 def weigh(
@@ -236,20 +239,20 @@ def weigh(
         burdens.append(int(usual_queued + decode + 0.5))
         slowness = slow.get(worker, 1.0) if slow else 1.0
         work, queued = slowness * prefill, slowness * usual_queued
-        priced: PricedPull | None = None
+        pull: Pull | None = None
         if lenders is not None and hit.pulls:
             if prices is None:
                 prices = PullPrices(lenders, weights, context.failed, worker.model, num_tokens, idle)
-            priced = prices.cheapest(hit, prefill, loading, slowness)
-            if priced is not None:
-                pulls[i] = priced
-                prefill = priced.prefill_tokens
+            pull = prices.cheapest(hit, by_tier[deepest], prefill, loading, slowness)
+            if pull is not None:
+                pulls[i] = (pull, prices.transfer_tokens)
+                prefill = prices.prefill_tokens
                 work = slowness * prefill
         copy, lasting = 0.0, work
         if shared_copy and reached < shared:
             saved = slowness * (shared_copy - copies.of(reached) if reached else shared_copy)
-            if priced is not None:
-                saved -= slowness * _fetched_copy(copies, priced, reached, shared)
+            if pull is not None and prices is not None:
+                saved = _fetched_saving(saved, pull.tokens, prices.token_cost, copies, reached, shared, slowness)
             if relief < 0:
                 relief = _shortest_queue(hits, queues, context, shared - copies.piece_tokens)
             # While a worker that has all of the shared part is idle, later prompts are better off there.
@@ -278,19 +281,25 @@ def weigh(
     return Costs(costs, burdens, terms, saturated, pulls or NO_PULLS)
 
 
-def _fetched_copy(copies: Copies, priced: PricedPull, reached: int, shared: int) -> float:
-    """Return the part of a copy's savings that later prompts do not have, because they could fetch the blocks as well.
+def _fetched_saving(
+    saved: float, fetched: int, token_cost: float, copies: Copies, reached: int, shared: int, slowness: float
+) -> float:
+    """Return the saving of a copy that the worker fetches: later prompts could fetch it too, and save that price alone.
 
     Args:
+        saved: The saving of the copy if later prompts had to compute it.
+        fetched: The tokens of the prompt that the worker has after the pull.
+        token_cost: The price of a fetched token.
         copies: The savings of copies.
-        priced: The pull that brings the copy.
         reached: The tokens of the prompt that the worker has.
         shared: The tokens of the prompt that others share.
+        slowness: How many times longer than usual the worker takes for a token.
     """
-    fetched = min(priced.pull.tokens, shared)
+    if fetched >= shared:
+        return saved * token_cost
     if fetched <= reached:
-        return 0.0
-    return (copies.of(fetched) - copies.of(reached)) * (1.0 - priced.token_cost)
+        return saved
+    return saved - slowness * (copies.of(fetched) - copies.of(reached)) * (1.0 - token_cost)
 
 
 def _queues(

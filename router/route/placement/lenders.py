@@ -7,7 +7,7 @@ Synchronous, without I/O, for one asyncio loop.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol, TypeAlias
 
 from kvrouter.contract.tiers import MEASURED
 from kvrouter.events.patch.messages import PeerAddress
@@ -38,13 +38,9 @@ TIMEOUT_UNKNOWN_S = 1.0
 QUEUED_SHARE_MAX = 0.125
 
 
-class Lender(NamedTuple):
-    """A worker that lends, in one comparison of workers."""
-
-    # The tokens that it lends to other requests now.
-    lent_tokens: int
-    # The known rates of transfers from its host, by the other host.
-    rates: dict[str, TransferRate]
+# A worker that lends, in one comparison of workers: the tokens that it lends to other requests now, and the known rates of
+# transfers from its host by the other host. A tuple, as compiled code reads it fastest.
+Lender: TypeAlias = tuple[int, dict[str, TransferRate]]
 
 
 class Peers(Protocol):
@@ -70,7 +66,7 @@ class Lenders:
         self._weights = weights
         self._unavailable = unavailable
         # The hosts of workers that fetch, empty for those that cannot. They are looked up again after `tick`.
-        self._hosts: dict[WorkerKey, str] = {}
+        self.hosts: dict[WorkerKey, str] = {}
 
     def lender(self, source: WorkerKey) -> Lender | None:
         """Return a worker as a lender, or None if it lends nothing now."""
@@ -84,14 +80,14 @@ class Lenders:
         lent_tokens = 0 if load is None else load.lent_tokens
         if lent_tokens >= MAX_LENT_TOKENS:
             return None
-        return Lender(lent_tokens, self._weights.transfers.known_rates(source.model, address.host))
+        return lent_tokens, self._weights.transfers.known_rates(source.model, address.host)
 
     def host(self, destination: WorkerKey) -> str:
         """Return the host of a worker that fetches, or an empty text if it cannot; only an engine that lends fetches."""
-        host = self._hosts.get(destination)
+        host = self.hosts.get(destination)
         if host is None:
             address = self._fleet.peer(destination)
-            host = self._hosts[destination] = "" if address is None else address.host
+            host = self.hosts[destination] = "" if address is None else address.host
         return host
 
     def rate(self, source: WorkerKey, host: str) -> TransferRate:
@@ -167,4 +163,4 @@ class Lenders:
 
     def tick(self) -> None:
         """Have the workers' hosts looked up again, because engines may have moved; called periodically."""
-        self._hosts.clear()
+        self.hosts.clear()

@@ -10,11 +10,14 @@ cdef class PullPrices:
     cdef bint _idle
     cdef double _cpu_cost
     cdef double _prefill_rate
+    cdef dict _hosts
     cdef dict _known
+    cdef public double prefill_tokens
+    cdef public double transfer_tokens
+    cdef public double token_cost
 
     @cython.locals(
-        known=dict, rate=double, latency=double, by_tier=tuple, reached=int64_t, fetched=int64_t,
-        least=double, lent=int64_t, rates=dict, token_s=double, missing_share=double, transfer=double, price=double,
-        token_cost=double,
+        known=dict, lender=tuple, transfer_rate=tuple, rates=dict, rate=double, latency=double, tokens=int64_t, fetched=int64_t, waiting=int64_t, least=double,
+        missing=double, transfer=double, price=double, best_transfer=double, best_cost=double,
     )
-    cpdef object cheapest(self, object hit, double computing, double loading, double slowness)
+    cpdef object cheapest(self, object hit, int64_t reached, double computing, double loading, double slowness)

@@ -15,8 +15,6 @@ tier, a source that lends less and a faster transfer never make a prompt dearer.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from kvrouter.contract.tiers import MEASURED
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.pull import Pull
@@ -25,20 +23,8 @@ from kvrouter.router.route.load.worker_load import LoadModel
 from kvrouter.router.route.placement.lenders import PULL_LATENCY_S, Lender, Lenders
 
 
-class PricedPull(NamedTuple):
-    """The cheapest pull of a worker."""
-
-    pull: Pull
-    # The worker's work on the prompt before its first token with this pull, in tokens computed in the same time.
-    prefill_tokens: float
-    # The part of it in which the worker is free to compute other prompts.
-    transfer_tokens: float
-    # The price of a fetched token.
-    token_cost: float
-
-
 class PullPrices:
-    """The prices of all pulls for one prompt."""
+    """The prices of all pulls for one prompt, and the figures of the cheapest pull that was found last."""
 
     def __init__(
         self,
@@ -63,53 +49,69 @@ class PullPrices:
         self._failed = failed
         self._num_tokens = num_tokens
         self._idle = idle
+        # The hosts that are known of workers.
+        self._hosts = lenders.hosts
         self._cpu_cost = weights.token_costs[MEASURED]
         self._prefill_rate = lenders.prefill_rate(model)
+        # The worker's work before its first token with the cheapest pull, in tokens computed in the same time; the part of it
+        # in which it waits for blocks and is free to compute other prompts; and the price of a fetched token.
+        self.prefill_tokens = 0.0
+        self.transfer_tokens = 0.0
+        self.token_cost = 0.0
         # The lenders that pulls named so far, None for those that lend nothing now.
         self._known: dict[WorkerKey, Lender | None] = {}
 
-    def cheapest(self, hit: Hit, computing: float, loading: float, slowness: float) -> PricedPull | None:
-        """Return the cheapest pull of a worker, or None if computing costs no more.
+    def cheapest(self, hit: Hit, reached: int, computing: float, loading: float, slowness: float) -> Pull | None:
+        """Return the cheapest pull of a worker and keep its figures, or return None if computing costs no more.
 
         Args:
             hit: The worker's hit.
+            reached: The tokens of its hit.
             computing: The work before the first token without a pull.
             loading: The part of it that loads blocks from the worker's own tiers.
             slowness: How many times longer than usual the worker takes for a token.
         """
-        known, best = self._known, None
+        known = self._known
+        best: Pull | None = None
+        best_transfer = best_cost = 0.0
         # The tokens that this worker computes in a second.
         rate = self._prefill_rate / slowness
         latency = PULL_LATENCY_S * rate
-        reached, host = hit.by_tier[len(hit.by_tier) - 1], ""
+        host: str | None = None
         for pull in hit.pulls:
-            fetched = pull.tokens - reached
-            least = self._num_tokens - pull.tokens + loading + fetched * self._cpu_cost
+            tokens = pull.tokens
+            fetched = tokens - reached
+            least = self._num_tokens - tokens + loading + fetched * self._cpu_cost
             # Later pulls have no more tokens.
             if fetched <= 0 or least + latency >= computing:
                 break
             source = pull.source
-            if source in known:
-                lender = known[source]
-            else:
-                lender = known[source] = None if source in self._failed else self._lenders.lender(source)
+            lender = known.get(source)
             if lender is None:
-                continue
-            if not host:
-                host = self._lenders.host(hit.worker)
+                if source in known:
+                    continue
+                lender = known[source] = None if source in self._failed else self._lenders.lender(source)
+                if lender is None:
+                    continue
+            if host is None:
+                host = self._hosts.get(hit.worker)
+                if host is None:
+                    host = self._lenders.host(hit.worker)
                 if not host:
                     break
-            lent, rates = lender
+            rates, waiting = lender[1], fetched
+            if not self._idle:
+                waiting += lender[0]
             transfer_rate = rates.get(host)
             if transfer_rate is None:
                 transfer_rate = self._lenders.rate(source, host)
-            token_s, missing_share = transfer_rate
-            if self._idle:
-                lent = 0
-            transfer = latency + (fetched + lent) * token_s * rate
-            price = least + fetched * missing_share + transfer
+            missing = transfer_rate[1]
+            transfer = latency + waiting * transfer_rate[0] * rate
+            price = least + fetched * missing + transfer
             if price < computing:
                 computing = price
-                token_cost = self._cpu_cost + missing_share + transfer / fetched
-                best = PricedPull(pull, price, transfer, token_cost)
+                best, best_transfer = pull, transfer
+                best_cost = self._cpu_cost + missing + transfer / fetched
+        if best is not None:
+            self.prefill_tokens, self.transfer_tokens, self.token_cost = computing, best_transfer, best_cost
         return best
