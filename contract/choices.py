@@ -88,7 +88,13 @@ class SelectBody(PromptBody, kw_only=True):
 class CostTerms(msgspec.Struct, frozen=True):
     """The terms of one worker's cost in tokens, each as it enters the sum (docs/explanation/choosing.md)."""
 
-    prefill: Annotated[int, Meta(description="tokens of the prompt that are to be computed")]
+    prefill: Annotated[
+        int,
+        Meta(
+            description="tokens of the prompt that are to be computed, with the price of those that are loaded or fetched "
+            "from another worker"
+        ),
+    ]
     queued: Annotated[int, Meta(description="prefill tokens that are queued there")]
     decode: Annotated[int, Meta(description="tokens of answers that are generated there")]
     delay: Annotated[

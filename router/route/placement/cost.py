@@ -243,7 +243,7 @@ def weigh(
         if lenders is not None and hit.pulls:
             if prices is None:
                 prices = PullPrices(lenders, weights, context.failed, worker.model, num_tokens, idle)
-            pull = prices.cheapest(hit, by_tier[deepest], prefill, loading, slowness)
+            pull = prices.cheapest(hit.pulls, worker, by_tier[deepest], prefill, loading, slowness)
             if pull is not None:
                 pulls[i] = (pull, prices.transfer_tokens)
                 prefill = prices.prefill_tokens

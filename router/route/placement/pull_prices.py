@@ -18,7 +18,6 @@ from __future__ import annotations
 from kvrouter.contract.tiers import MEASURED
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.pull import Pull
-from kvrouter.router.index.matching.question import Hit
 from kvrouter.router.route.load.worker_load import LoadModel
 from kvrouter.router.route.placement.lenders import PULL_LATENCY_S, Lender, Lenders
 
@@ -60,25 +59,37 @@ class PullPrices:
         self.token_cost = 0.0
         # The lenders that pulls named so far, None for those that lend nothing now.
         self._known: dict[WorkerKey, Lender | None] = {}
+        # The source, and the lender, that the last worker's pull at each place named: nearly all workers name the same.
+        self._last_sources: list[WorkerKey] = []
+        self._last_lenders: list[Lender | None] = []
 
-    def cheapest(self, hit: Hit, reached: int, computing: float, loading: float, slowness: float) -> Pull | None:
+    def cheapest(
+        self,
+        pulls: tuple[Pull, ...],
+        worker: WorkerKey,
+        reached: int,
+        computing: float,
+        loading: float,
+        slowness: float,
+    ) -> Pull | None:
         """Return the cheapest pull of a worker and keep its figures, or return None if computing costs no more.
 
         Args:
-            hit: The worker's hit.
+            pulls: The pulls of the worker, the one with the most tokens first.
+            worker: The worker.
             reached: The tokens of its hit.
             computing: The work before the first token without a pull.
             loading: The part of it that loads blocks from the worker's own tiers.
             slowness: How many times longer than usual the worker takes for a token.
         """
-        known = self._known
+        sources, lenders = self._last_sources, self._last_lenders
         best: Pull | None = None
         best_transfer = best_cost = 0.0
         # The tokens that this worker computes in a second.
         rate = self._prefill_rate / slowness
         latency = PULL_LATENCY_S * rate
         host: str | None = None
-        for pull in hit.pulls:
+        for place, pull in enumerate(pulls):
             tokens = pull.tokens
             fetched = tokens - reached
             least = self._num_tokens - tokens + loading + fetched * self._cpu_cost
@@ -86,17 +97,14 @@ class PullPrices:
             if fetched <= 0 or least + latency >= computing:
                 break
             source = pull.source
-            lender = known.get(source)
+            is_same = place < len(sources) and sources[place] is source
+            lender = lenders[place] if is_same else self._lender(source, place)
             if lender is None:
-                if source in known:
-                    continue
-                lender = known[source] = None if source in self._failed else self._lenders.lender(source)
-                if lender is None:
-                    continue
+                continue
             if host is None:
-                host = self._hosts.get(hit.worker)
+                host = self._hosts.get(worker)
                 if host is None:
-                    host = self._lenders.host(hit.worker)
+                    host = self._lenders.host(worker)
                 if not host:
                     break
             rates, waiting = lender[1], fetched
@@ -115,3 +123,16 @@ class PullPrices:
         if best is not None:
             self.prefill_tokens, self.transfer_tokens, self.token_cost = computing, best_transfer, best_cost
         return best
+
+    def _lender(self, source: WorkerKey, place: int) -> Lender | None:
+        """Return the source as a lender, None if it lends nothing now, and remember it for the next worker's pull there."""
+        known = self._known
+        if source not in known:
+            known[source] = None if source in self._failed else self._lenders.lender(source)
+        lender, sources = known[source], self._last_sources
+        if place < len(sources):
+            sources[place], self._last_lenders[place] = source, lender
+        else:
+            sources.append(source)
+            self._last_lenders.append(lender)
+        return lender
