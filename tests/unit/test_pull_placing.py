@@ -249,6 +249,18 @@ def test_a_long_queue_hides_the_transfer_so_nothing_is_learned() -> None:
     assert known_token_s(on) == before
 
 
+def test_the_time_of_a_prompt_with_a_pull_is_no_rate_of_prefill() -> None:
+    on = stage()
+    for seed in range(SAMPLES_MIN):
+        # The client states more work than a pull leaves.
+        placement = on.placer.reserve(request(seed), prefill_tokens=TOKENS)
+        assert placement.pull is not None
+        on.now += 1.0
+        placement.first_token()
+        placement.done()
+    assert on.placer.weights.rates.get(key("a")) is None
+
+
 def test_the_engines_report_of_a_pull_changes_no_expectation() -> None:
     on = stage()
     placement = fetching(on)

@@ -221,6 +221,7 @@ def test_some_sources_lend_nothing() -> None:
     scene.lenders.tick()
     scene.weights.token_costs = (0.0, 0.0, 0.0)
     scene.peers.token_bytes = 1
+    scene.weights.transfers.tick(0.0)
     assert source() == "b"
     scene.lend("b", MAX_LENT_TOKENS)
     assert source() is None
