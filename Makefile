@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # mypy sees a namespace package only through real files: the strict mode links each one.
 STRICT := --config-settings editable_mode=strict
 
-.PHONY: help demo test test-all test-uncompiled test-cuda test-engine fuzz sanitize chaos takeover soak live-proof choice-live agents-proof peer-proof hand-over-proof floods fault-walk salt-attack salt-timing lint format chart-readme http-page bench bench-peers docs audit lock sbom image-check release-check clean
+.PHONY: help demo test test-all test-uncompiled test-cuda test-engine fuzz sanitize chaos takeover soak live-proof choice-live agents-proof peer-proof hand-over-proof floods fault-walk salt-attack salt-timing lint format chart-readme http-page bench bench-peers peer-pulls docs audit lock sbom image-check release-check clean
 
 help:
 	@echo "make demo         install into .venv, without a C compiler, and watch the router predict what four replicas reuse"
@@ -193,6 +193,10 @@ format: $(VENV)/installed
 # ARGS: --quick, --only ROW, --json FILE.
 bench-peers: $(VENV)/installed
 	$(BIN)/python -m benchmarks.peers $(ARGS)
+
+# ARGS: TRACE... (required), --rate N, --load N, --requests N, --json FILE.
+peer-pulls: $(VENV)/installed
+	$(BIN)/python -m benchmarks.peer_pulls $(ARGS)
 
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks.run $(ARGS)

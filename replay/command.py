@@ -18,12 +18,14 @@ from kvrouter.replay.fleet.fleet_shape import (
     REPLICAS,
     TIMING,
     FleetShape,
+    PeerSpeed,
     ReplicaShape,
     Restart,
     blocks_of,
     geometry_of,
 )
 from kvrouter.replay.policies.names import COMPARED, NAMES
+from kvrouter.replay.policies.this_router import PULLING
 from kvrouter.replay.report.comparison import POOLED, Comparison, FleetRow, compared
 from kvrouter.replay.report.plots import check_plots, write_plots
 from kvrouter.replay.report.table import text
@@ -72,6 +74,8 @@ class ReplayOptions:
     csv: Path | None = None
     json: bool = False
     plot: Path | None = None
+    # How fast a replica lends from its CPU tier; None if none does.
+    peer: PeerSpeed | None = None
 
 
 def run_replay(options: ReplayOptions) -> int:
@@ -100,6 +104,7 @@ def run_replay(options: ReplayOptions) -> int:
         shape.restarts,
         options.speedup,
         options.seed,
+        options.peer,
     )
     refusals = [f"{run.policy}: {run.refusal}" for run in runs if run.refused][:1]
     interrupted = len(runs) < len(options.policies) or any(run.partial for run in runs)
@@ -128,6 +133,10 @@ def _check(options: ReplayOptions) -> None:
     for policy in options.policies:
         if policy not in NAMES:
             raise SettingError(f"--policy {policy} is not known; take one of {', '.join(NAMES)}")
+    if PULLING in options.policies and options.peer is None:
+        raise SettingError(f"--policy {PULLING}: say with --peer-gbytes-per-s how fast replicas lend")
+    if options.peer is not None and not any(options.cpu_tokens):
+        raise SettingError("--peer-gbytes-per-s: replicas lend from their CPU tiers; give --cpu-tokens as well")
     if not 1 <= options.workers <= WORKERS_MAX:
         raise SettingError(f"--workers {options.workers}: from 1 to {WORKERS_MAX}")
     least = [
@@ -174,7 +183,7 @@ def _fleet_shape(options: ReplayOptions, trace: Trace) -> FleetShape:
     )
     replicas = (ReplicaShape(blocks_of(geometry, gpu), blocks_of(geometry, cpu), timing) for gpu, cpu, timing in sizes)
     try:
-        return FleetShape(geometry, tuple(replicas), tuple(options.restarts))
+        return FleetShape(geometry, tuple(replicas), tuple(options.restarts), options.peer)
     except ValueError as error:
         raise SettingError(f"--restart: {error}") from None
 

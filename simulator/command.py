@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ import typer
 import zmq
 
 from kvrouter.simulator.cache.hashing import DEFAULT_SEED
+from kvrouter.simulator.cache.peer import Lender
 from kvrouter.simulator.cache.shapes import SHAPES, UnsupportedGeometry, make_geometry
 from kvrouter.simulator.engine.replica import DEFAULT_CHUNK_TOKENS, DEFAULT_MAX_RUNNING, DEFAULT_MAX_TEXT_TOKENS
 from kvrouter.simulator.engine.timing import INSTANT, Timing
@@ -64,6 +65,10 @@ def _servers(
     timing = INSTANT
     if not options.instant:
         timing = Timing(options.prefill_rate, options.step_ms / 1e3, options.decode_ms / 1e3, options.load_rate)
+    lends = options.peer_gbytes_per_s > 0
+    if lends:
+        timing = timing.lending(geometry, options.peer_gbytes_per_s * 1e9, options.peer_latency_ms / 1e3)
+    lenders: dict[int, Callable[[], Lender | None]] = {}
     flags = EngineFlags(
         kv_events=not options.no_kv_events,
         prefix_caching=not options.no_prefix_caching,
@@ -90,6 +95,7 @@ def _servers(
             dp_rank=options.dp_rank,
             event_sources=not options.no_event_sources,
             flags=flags,
+            lenders=lenders if lends else None,
         )
         undo.callback(server.release)
         servers.append(server)
@@ -166,6 +172,10 @@ def sim(
     step_ms: Annotated[float, _help("time of a step without tokens, ms")] = DEFAULT.step_base_s * 1e3,
     decode_ms: Annotated[float, _help("time of each decoding request in a step, ms")] = DEFAULT.decode_sequence_s * 1e3,
     load_rate: Annotated[float, _help("load rate from the CPU tier, tokens/s")] = DEFAULT.load_tokens_per_s,
+    peer_gbytes_per_s: Annotated[
+        float, _help("speed at which a replica lends its CPU tier to the others of this process, GB/s; 0: it does not")
+    ] = 0.0,
+    peer_latency_ms: Annotated[float, _help("way of a question to a lending replica and back, ms")] = 1.0,
     drop_events: Annotated[int | None, _help("fault: the next N batches are not sent, but can be replayed")] = None,
     lose_events: Annotated[int | None, _help("fault: the next N batches are lost")] = None,
     stall_s: Annotated[float | None, _help("fault: no step ends for S seconds", "--stall", metavar="S")] = None,

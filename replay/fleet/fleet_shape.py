@@ -56,6 +56,19 @@ class ReplicaShape:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerSpeed:
+    """The speed at which each replica lends chunks of its CPU tier to the others."""
+
+    bytes_per_s: float
+    # The way of a question to the source and back.
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.bytes_per_s < math.inf and 0 <= self.latency_s < math.inf):
+            raise ValueError(f"a link carries more than 0 bytes/s, and its latency is not below 0, unlike in {self}")
+
+
+@dataclass(frozen=True, slots=True)
 class Restart:
     """The moment at which a replica's process is replaced by a new one with empty caches."""
 
@@ -72,6 +85,8 @@ class FleetShape:
     geometry: Geometry
     replicas: tuple[ReplicaShape, ...]
     restarts: tuple[Restart, ...] = ()
+    # None: no replica lends.
+    peer: PeerSpeed | None = None
 
     def __post_init__(self) -> None:
         """Check the replicas and the restarts. Raises ValueError for a fleet that is impossible."""
@@ -90,7 +105,9 @@ class FleetShape:
 
         `on_step` is called for each step that publishes events, with its time and its events.
         """
-        shape = self.replicas[number]
+        shape, timing = self.replicas[number], self.replicas[number].timing
+        if self.peer is not None:
+            timing = timing.lending(self.geometry, self.peer.bytes_per_s, self.peer.latency_s)
         replica = Replica(
             self.geometry,
             shape.blocks,
@@ -98,5 +115,5 @@ class FleetShape:
             cpu_chunks=shape.cpu_blocks,
             max_text_tokens=CONTEXT_TOKENS,
         )
-        virtual = VirtualReplica(replica, shape.timing)
+        virtual = VirtualReplica(replica, timing)
         return virtual

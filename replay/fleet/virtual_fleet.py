@@ -37,13 +37,21 @@ MODEL = "trace"
 # (docs/reference/benchmarks.md).
 EVENT_LAG_S = 0.005
 MIRROR_BYTES = 1 << 31
+# Any port will do, as nothing is sent.
+PEER_PORT = 1
 
 
 class VirtualFleet:
     """The part of the core that `Placer` uses, on a mirror that is made of simulated events."""
 
     def __init__(
-        self, geometry: Geometry, workers: int, *, has_cpu_tier: bool = False, pool_blocks: Sequence[int] = ()
+        self,
+        geometry: Geometry,
+        workers: int,
+        *,
+        has_cpu_tier: bool = False,
+        pool_blocks: Sequence[int] = (),
+        token_bytes: int = 0,
     ) -> None:
         """Show workers that hold nothing yet.
 
@@ -52,8 +60,14 @@ class VirtualFleet:
             workers: How many workers there are.
             has_cpu_tier: Whether any worker has a CPU tier; a worker without one publishes no events of it.
             pool_blocks: The sizes of the GPU pools, as engines report them; empty if they do not.
+            token_bytes: What a token has that workers lend each other; 0 if they do not.
         """
         self.keys = [WorkerKey(MODEL, f"w{number}") for number in range(workers)]
+        # Each worker has a host of its own.
+        self._peers = {
+            key: PeerAddress(key.worker_id, PEER_PORT, MODEL, token_bytes=token_bytes)
+            for key in (self.keys if token_bytes else ())
+        }
         self.now_s = 0.0
         # The block size of full attention, in which other routers count; without such a group, the largest.
         self.block_tokens = max(
@@ -142,7 +156,7 @@ class VirtualFleet:
         return [
             WorkerView(
                 key, None, ingest.state, credited(ingest.state, False), ingest.reason, ingest.held.epoch, ingest.profile.catalog,
-                ingest.profile.identity.scheme, {},
+                ingest.profile.identity.scheme, {}, peer=self._peers.get(key),
             )
             for key, ingest in zip(self.keys, self._ingests, strict=True)
         ]  # fmt: skip
@@ -179,8 +193,8 @@ class VirtualFleet:
         return self._geometry.hash_block_size
 
     def peer(self, worker: WorkerKey) -> PeerAddress | None:
-        """Return None: no engine of this fleet lends blocks."""
-        return None
+        """Return where a worker lends blocks; None if the workers do not."""
+        return self._peers.get(worker)
 
     def resume_rule(self, worker: WorkerKey) -> ResumeRule | None:
         """Return the rule for where the worker can resume a prompt; None if its catalog does not say."""

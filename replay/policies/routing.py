@@ -30,6 +30,19 @@ class Arrival(NamedTuple):
     key: str = ""
 
 
+class PlacedPull(NamedTuple):
+    """The blocks that a worker is to fetch from another one."""
+
+    # Index of the source.
+    source: int
+    # The tokens that the worker reuses if all blocks arrive, and those among them that are fetched.
+    tokens: int
+    fetched_tokens: int
+    timeout_s: float
+    # The worker's own hit on the GPU, to which the rest is loaded.
+    on_gpu: int
+
+
 class Placed(NamedTuple):
     """A placed request, and the functions that report its progress.
 
@@ -50,6 +63,8 @@ class Placed(NamedTuple):
     first_token: Callable[[], None]
     # Ends the request. It takes the tokens of the answer, or None if the worker refused or lost the request.
     done: Callable[[int | None], None]
+    # None if the worker fetches nothing.
+    pull: PlacedPull | None = None
 
 
 class Router(Protocol):

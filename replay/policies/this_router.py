@@ -3,7 +3,7 @@
 
 Source: router/route/placement/, this version. `kv` is the default of `kvrouter serve`; `round_robin`, `random`,
 `least_load`, `prefix_only` and `full_attention_only` see the same workers, hits and load
-(docs/explanation/choosing.md).
+(docs/explanation/choosing.md). `kv+pull` is `kv` where workers fetch blocks from each other.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import random
 
 from kvrouter.replay.fleet.virtual_fleet import MODEL, VirtualFleet
-from kvrouter.replay.policies.routing import Arrival, EngineLoads, Placed
+from kvrouter.replay.policies.routing import Arrival, EngineLoads, Placed, PlacedPull
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.index.matching.question import Question
 from kvrouter.router.model.config.settings import Config
@@ -24,7 +24,9 @@ from kvrouter.router.route.placement.policies import KV, OTHERS
 
 # How often the router reads each engine's load.
 GAUGE_EVERY_S = 2.0
-NAMES = (KV, *OTHERS)
+# `kv` in a fleet whose workers fetch from each other.
+PULLING = f"{KV}+pull"
+NAMES = (KV, *OTHERS, PULLING)
 
 
 class ThisRouter:
@@ -37,7 +39,7 @@ class ThisRouter:
         ids = itertools.count()
         self._placer = Placer(
             fleet,
-            config=Config(policy=policy),  # type: ignore[arg-type]
+            config=Config(policy=KV if policy == PULLING else policy),  # type: ignore[arg-type]
             metrics=PlacementMetrics(self.metrics),
             clock=lambda: fleet.now_s,
             rng=random.Random(seed),
@@ -60,7 +62,7 @@ class ThisRouter:
             key_name=arrival.key,
         )
         placement = self._placer.reserve(request, anyway=True)
-        choice = placement.choice
+        choice, pull = placement.choice, placement.choice.pull
         return Placed(
             self._numbers[placement.worker],
             choice.best_hit_tokens,
@@ -69,6 +71,11 @@ class ThisRouter:
             placement.reused,
             placement.first_token,
             placement.done,
+            None
+            if pull is None
+            else PlacedPull(
+                self._numbers[pull.source], pull.tokens, pull.fetched_tokens, pull.timeout_s, choice.hit.on_gpu
+            ),
         )
 
     def tend(self, loads: EngineLoads) -> None:

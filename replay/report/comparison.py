@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvrouter.replay.fleet.fleet_shape import Restart
+from kvrouter.replay.fleet.fleet_shape import PeerSpeed, Restart
 from kvrouter.replay.policies.names import BASELINE, OWN
 from kvrouter.replay.runs.policy_run import Summary
 
@@ -33,6 +33,7 @@ class FleetRow(msgspec.Struct, frozen=True):
     restarts: tuple[Restart, ...]
     speedup: float
     seed: int
+    peer: PeerSpeed | None = None
 
 
 class PooledRow(msgspec.Struct, frozen=True):

@@ -6,11 +6,15 @@ from __future__ import annotations
 import math
 import statistics
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import truediv
 
 import msgspec
+
+from kvrouter.replay.policies.routing import PlacedPull
+from kvrouter.simulator.cache.peer import PeerMiss, PeerWish
 
 # Points in time of a run for which its load is shown.
 BUCKETS = 120
@@ -90,6 +94,34 @@ class Summary(msgspec.Struct, frozen=True):
     # Answers that ended in a second of the run (at saturation, the fleet's throughput), and their tokens.
     requests_per_s: float
     output_tokens_per_s: float
+    # Requests that fetched from another worker, the tokens that came, and those that did not by reason: they came too
+    # late, the source ended, the worker had no room, or they were evicted before.
+    pulls: int = 0
+    pulled_tokens: int = 0
+    late_tokens: int = 0
+    gone_tokens: int = 0
+    no_room_tokens: int = 0
+    evicted_tokens: int = 0
+
+
+@dataclass(slots=True)
+class PullTotals:
+    """The pulls of a run whose requests had their first token."""
+
+    pulls: int = 0
+    pulled_tokens: int = 0
+    missing_tokens: Counter[PeerMiss] = field(default_factory=Counter)
+
+    def add(self, pull: PlacedPull, wish: PeerWish, reused_tokens: int) -> None:
+        """Count a pull."""
+        missing = min(max(0, pull.tokens - reused_tokens), pull.fetched_tokens)
+        self.pulls += 1
+        self.pulled_tokens += pull.fetched_tokens - missing
+        if missing:
+            missed = set(wish.missed.values())
+            # Every look-up comes to the end of what the source holds, so ABSENT is the reason only where there is no other.
+            first = (miss for miss in (PeerMiss.GONE, PeerMiss.DEADLINE, PeerMiss.NO_ROOM) if miss in missed)
+            self.missing_tokens[next(first, PeerMiss.ABSENT)] += missing
 
 
 @dataclass(slots=True)
@@ -112,6 +144,7 @@ class PolicyRun:
     ttft_s: array[float] = field(default_factory=lambda: array("d"))
     # Tokens of the answer; 0 until it has ended.
     output: array[int] = field(default_factory=lambda: array("q"))
+    pulls: PullTotals = field(default_factory=PullTotals)
     refused: int = 0
     # The message of the first refusal.
     refusal: str = ""
@@ -165,6 +198,12 @@ class PolicyRun:
             self.wall_s,
             sum(tokens > 0 for tokens in self.output) / self.span_s if self.span_s else 0.0,
             sum(self.output) / self.span_s if self.span_s else 0.0,
+            self.pulls.pulls,
+            self.pulls.pulled_tokens,
+            self.pulls.missing_tokens[PeerMiss.DEADLINE],
+            self.pulls.missing_tokens[PeerMiss.GONE],
+            self.pulls.missing_tokens[PeerMiss.NO_ROOM],
+            self.pulls.missing_tokens[PeerMiss.ABSENT],
         )
 
 

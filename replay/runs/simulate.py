@@ -17,6 +17,7 @@ from kvrouter.replay.fleet.fleet_shape import FleetShape, Restart
 from kvrouter.replay.fleet.virtual_fleet import VirtualFleet
 from kvrouter.replay.policies.names import router_of
 from kvrouter.replay.policies.routing import Arrival, Placed
+from kvrouter.replay.policies.this_router import PULLING
 from kvrouter.replay.runs.policy_run import LoadProfile, PolicyRun
 from kvrouter.replay.traces.request import Request, Trace
 from kvrouter.router.base.common.errors import SettingError
@@ -25,6 +26,7 @@ from kvrouter.simulator.cache.job import Job
 from kvrouter.simulator.cache.shapes import Geometry
 from kvrouter.simulator.cache.text import PieceText
 from kvrouter.simulator.engine.replica import RequestRefused, Stuck
+from kvrouter.simulator.engine.timing import TOKEN_BYTES
 from kvrouter.simulator.engine.virtual_time import ReplicaFleet, VirtualReplica
 
 FOREVER = float("inf")
@@ -59,7 +61,13 @@ class Simulation:
         workers = len(shape.replicas)
         has_cpu_tier = any(replica.cpu_blocks for replica in shape.replicas)
         pool_blocks = [replica.blocks for replica in shape.replicas]
-        self.index = VirtualFleet(shape.geometry, workers, has_cpu_tier=has_cpu_tier, pool_blocks=pool_blocks)
+        self.index = VirtualFleet(
+            shape.geometry,
+            workers,
+            has_cpu_tier=has_cpu_tier,
+            pool_blocks=pool_blocks,
+            token_bytes=TOKEN_BYTES if policy == PULLING and shape.peer is not None and has_cpu_tier else 0,
+        )
         self.router = router_of(policy, self.index, seed, trace.piece_tokens)
         try:
             self.fleet = ReplicaFleet([self._replica(number) for number in range(workers)])
@@ -106,6 +114,8 @@ class Simulation:
         worker = restart.worker
         self.index.now_s = restart.time_s
         self.index.restarted(worker)
+        if (offload := self.fleet.replicas[worker].replica.offload) is not None:
+            offload.lender.gone = True
         self.fleet.replicas[worker] = self._replica(worker)
         lost = [(job, entry) for job, entry in self._placed.items() if entry[0].number == worker]
         for job, (placed, _, _) in lost:
@@ -114,7 +124,7 @@ class Simulation:
         for _, (_, number, arrived_s) in lost:
             placed = self.router.place(self._arrival(number), worker)
             # Use a new text, as that of the old job has grown by its answer.
-            job = self.fleet.submit(worker, self._text(number), self._max_tokens(number), restart.time_s)
+            job = self._submit(placed, number, self._text(number), restart.time_s)
             self._placed[job] = (placed, number, arrived_s)
 
     def _text(self, number: int) -> PieceText:
@@ -129,6 +139,12 @@ class Simulation:
     def _max_tokens(self, number: int) -> int:
         return max(1, self._trace.requests[number].output_tokens)
 
+    def _submit(self, placed: Placed, number: int, text: PieceText, now_s: float) -> Job:
+        """Submit a request where it was placed, with the source from which it fetches. Raises RequestRefused."""
+        pull = placed.pull
+        wish = pull and self.fleet.wish(pull.source, pull.timeout_s)
+        return self.fleet.submit(placed.number, text, self._max_tokens(number), now_s, wish)
+
     def _run_until(self, until_s: float) -> None:
         for moment in self.fleet.advance(until_s):
             self.index.now_s = self.run.span_s = moment.time_s
@@ -137,6 +153,8 @@ class Simulation:
                 placed.first_token()
                 self.run.ttft_s[number] = moment.time_s - arrived_s
                 self.run.reused[number] = moment.job.cached
+                if placed.pull is not None and moment.job.peer is not None:
+                    self.run.pulls.add(placed.pull, moment.job.peer, moment.job.cached)
                 placed.reused(moment.job.cached)
             else:
                 placed.done(moment.job.sampled)
@@ -162,7 +180,7 @@ class Simulation:
             worker=placed.number,
         )
         try:
-            job = self.fleet.submit(placed.number, text, self._max_tokens(number), now_s)
+            job = self._submit(placed, number, text, now_s)
         except RequestRefused as error:
             placed.done(None)
             self.run.refused += 1

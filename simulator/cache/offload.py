@@ -97,6 +97,10 @@ class Offload:
         """Whether transfers are under way, or chunks of an ended request are still to be offered."""
         return bool(self._transfers or self._ended or self._pulls)
 
+    def is_quiet(self, jobs: Iterable[Job]) -> bool:
+        """Return whether steps that decode these jobs and take no block would transfer nothing: answers are not stored."""
+        return not self.busy and all(self._requests[job].offered for job in jobs)
+
     def find(self, job: Job, local_tokens: int) -> int | None:
         """Return the tokens that can be loaded beyond `local_tokens`, or None if a transfer must end first.
 
@@ -317,7 +321,7 @@ class Offload:
     def _miss(self, wish: PeerWish, key: Key, miss: PeerMiss) -> None:
         """Note why a chunk does not come; the first reason counts."""
         if key not in wish.missed:
-            wish.missed.add(key)
+            wish.missed[key] = miss
             self.peer_counts.missed[miss] += 1
 
     def _pull(self, wish: PeerWish) -> Pull | None:

@@ -46,8 +46,8 @@ class PeerWish:
     # When the request waits no longer; None before the first fetch.
     deadline_s: float | None = None
     is_late: bool = False
-    # Chunks that do not come.
-    missed: set[Key] = field(default_factory=set)
+    # Chunks that do not come, and why.
+    missed: dict[Key, PeerMiss] = field(default_factory=dict)
     # Chunks that the request's last look-up found, or waits for.
     needed: set[Key] = field(default_factory=set)
     # Chunks that the last look-up found at the source alone, each in the order of the look-up.

@@ -13,6 +13,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from kvrouter.simulator.cache.job import Handover, Job
+from kvrouter.simulator.cache.peer import PeerWish
 from kvrouter.simulator.cache.text import Text
 from kvrouter.simulator.engine.replica import Replica, Stuck
 from kvrouter.simulator.engine.scheduler import Step
@@ -77,10 +78,10 @@ class Engine:
 
     @contextlib.asynccontextmanager
     async def generate(
-        self, text: Text, max_tokens: int, handover: Handover = Handover.NONE
+        self, text: Text, max_tokens: int, handover: Handover = Handover.NONE, peer: PeerWish | None = None
     ) -> AsyncIterator[tuple[Job, AsyncIterator[int]]]:
         """Submit a request and yield it with its tokens; leaving the block early aborts it. Raises RequestRefused."""
-        generation = Generation(self.replica.prepare(text, max_tokens, handover=handover))
+        generation = Generation(self.replica.prepare(text, max_tokens, handover=handover, peer=peer))
         self._submitted.append(generation)
         self._arrived.set()
         try:

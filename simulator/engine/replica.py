@@ -176,7 +176,8 @@ class Replica:
         job = self.submit(text, max_tokens)
         while not job.finished:
             step = self.begin_step()
-            self.end_step(step, [transfer.number for transfer in (*step.loads, *step.stores, *step.pulls)])
+            numbers = [transfer.number for transfer in (*step.loads, *step.stores)]
+            self.end_step(step, numbers + [pull.number for pull in step.pulls])
         return Completion(len(prompt), job.cached, text.tokens(len(prompt), text.num_tokens))
 
     def reset_prefix_cache(self) -> bool:

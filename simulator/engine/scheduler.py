@@ -137,7 +137,9 @@ class Scheduler:
         Returns 0 if that number is unknown.
         """
         running = self.running
-        if self.waiting or self.loading or self._receiving or self.offload is not None:
+        if self.waiting or self.loading or self._receiving:
+            return 0
+        if self.offload is not None and not self.offload.is_quiet(running):
             return 0
         if not 0 < len(running) <= self._chunk_tokens:
             return 0

@@ -7,7 +7,13 @@ The defaults are those of an 8B dense model in bf16 on one H100 SXM, from its da
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+
+from kvrouter.simulator.cache.shapes import Geometry
+
+# Bytes of a token in all layers: 8 KV heads of 128, 32 layers, 2 bytes.
+TOKEN_BYTES = 128 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,15 @@ class Timing:
         )
         if not (all(rate > 0 for rate in rates) and all(time >= 0 for time in times)):
             raise ValueError(f"rates are above 0 and times are not below it, unlike in {self}")
+
+    def lending(self, geometry: Geometry, bytes_per_s: float, latency_s: float) -> Timing:
+        """Return these times with those of a link between CPU tiers. Raises ValueError for a rate that is not above 0."""
+        if not bytes_per_s > 0:
+            raise ValueError(f"a link carries more than 0 bytes/s, not {bytes_per_s:g}")
+        groups = geometry.groups
+        # A chunk has the layers of one group, and a token has the bytes of all of them.
+        chunk_bytes = TOKEN_BYTES * max(group.block_size for group in groups) / len(groups)
+        return dataclasses.replace(self, peer_chunk_s=chunk_bytes / bytes_per_s, peer_latency_s=latency_s)
 
     def step_s(self, prefill_tokens: int, decodes: int) -> float:
         """Return the seconds that one step takes."""

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -37,6 +38,7 @@ from kvrouter.simulator.http.faults import Faults
 from kvrouter.simulator.http.generate_api import GenerateBody, SGLangAnswer, SGLangBody, TokensAnswer
 from kvrouter.simulator.http.messages import CountBody, MessageAnswer, MessagesBody, chat_of, message_error
 from kvrouter.simulator.http.metrics_page import metrics_page
+from kvrouter.simulator.http.peer_source import Lenders, wish_of
 from kvrouter.simulator.http.promptless_api import PromptlessApi
 from kvrouter.simulator.http.refusals import Refused, Unreadable
 from kvrouter.simulator.http.replies import Answer, Finish, error, json_response, usage
@@ -87,8 +89,11 @@ class Api:
         dp_rank: int = 0,
         # Whether /kv_event_sources exists.
         event_sources: bool = True,
+        # The replicas from which requests may fetch, by port.
+        lenders: Lenders = MappingProxyType({}),
     ) -> None:
         self.life = life
+        self._lenders = lenders
         self.down = False
         self.model = model
         self._host, self._port = address
@@ -263,7 +268,12 @@ class Api:
                     most_tokens = min(max_tokens, limit - len(ids)) if len(ids) < limit else max_tokens
                     for _ in range(body.n or 1):
                         text = engine.replica.text(ids, body.cache_salt)
-                        running = engine.generate(text, most_tokens, handover.part(body.kv_transfer_params))
+                        running = engine.generate(
+                            text,
+                            most_tokens,
+                            handover.part(body.kv_transfer_params),
+                            wish_of(body.kv_transfer_params, self._lenders),
+                        )
                         runs.append(Run(*await stack.enter_async_context(running)))
                 if body.stream:
                     return await self._stream(request, body, answer, runs, finish)

@@ -16,6 +16,7 @@ import zmq
 from aiohttp import web
 
 from kvrouter.events.vllm.publisher import EventPublisher
+from kvrouter.simulator.cache.peer import Lender
 from kvrouter.simulator.cache.shapes import Geometry
 from kvrouter.simulator.engine.realtime import Engine
 from kvrouter.simulator.engine.replica import (
@@ -74,6 +75,9 @@ class ReplicaServer:
         # Whether /kv_event_sources exists.
         event_sources: bool = True,
         flags: EngineFlags = RECOMMENDED,
+        # The replicas of this process that lend, by port: this one is added, and its requests may name any of them. None
+        # if it neither lends nor fetches.
+        lenders: dict[int, Callable[[], Lender | None]] | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -115,7 +119,10 @@ class ReplicaServer:
                 dp_rank=dp_rank,
                 event_sources=event_sources,
                 flags=flags,
+                lenders={} if lenders is None else lenders,
             )
+            if lenders is not None:
+                lenders[address[1]] = self._lender
             undo.pop_all()
         self.endpoints: Endpoints = {
             "model": model,
@@ -169,10 +176,16 @@ class ReplicaServer:
             log.exception("the simulated engine failed: its process is gone")
             self.api.down = True
 
+    def _lender(self) -> Lender | None:
+        offload = self.api.life.engine.replica.offload
+        return None if offload is None else offload.lender
+
     async def _restart(self, down_s: float) -> None:
         """Replace the process: the cache is empty, the event stream begins at 0, the addresses stay the same."""
         self.api.down = True
         await self._end_life()
+        if (lender := self._lender()) is not None:
+            lender.gone = True
         self.publisher.close()
         async with held_ports(self.endpoints["events"], self.endpoints["replay"]):
             await asyncio.sleep(down_s)

@@ -29,7 +29,7 @@ from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.stream_state import StreamState
 from tests.engine.offload_engine import OffloadEngine
 from tests.engine.offload_workload import SHAPES, workload
-from tests.engine.test_peer_engine import misses, settings
+from tests.engine.peer_proof import misses, settings
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.engine

@@ -15,6 +15,7 @@ from kvrouter.replay.fleet.fleet_shape import (
     CACHE_TOKENS,
     REPLICAS,
     FleetShape,
+    PeerSpeed,
     ReplicaShape,
     Restart,
     blocks_of,
@@ -290,6 +291,29 @@ def test_a_replica_with_a_smaller_pool_reuses_less() -> None:
         reused[name] = [sum(run.reused[n] for n in range(24) if run.worker[n] == worker) for worker in (0, 1)]
     assert reused["small"][0] == 0 < reused["small"][1]
     assert reused["tier"][0] == reused["tier"][1] == reused["small"][1]
+
+
+def test_workers_fetch_what_others_hold_and_reuse_what_is_promised(tmp_path: Path) -> None:
+    trace = conversations(tmp_path)
+    fleet = shape(cache_tokens=100_000, cpu_tokens=200_000, workers=4)
+    lending = dataclasses.replace(fleet, peer=PeerSpeed(13e9, 0.001))
+    alone, fetching = simulate(trace, fleet, "kv", 1, speedup=4.0), simulate(trace, lending, "kv+pull", 1, speedup=4.0)
+    row = fetching.summary()
+    assert row.pulls > 3 and row.pulled_tokens > 3 * PIECE_TOKENS
+    assert sum(fetching.reused) > sum(alone.reused)
+    assert row.late_tokens == row.gone_tokens == row.no_room_tokens == 0
+    assert alone.summary().pulls == 0
+    # A fleet that lends changes nothing for the other policies.
+    assert simulate(trace, lending, "kv", 1, speedup=4.0).ttft_s == alone.ttft_s
+
+
+def test_a_slow_link_makes_no_first_token_later(tmp_path: Path) -> None:
+    trace = conversations(tmp_path)
+    fleet = shape(cache_tokens=100_000, cpu_tokens=200_000, workers=4)
+    slow = dataclasses.replace(fleet, peer=PeerSpeed(1e6))
+    run = simulate(trace, slow, "kv+pull", 1).summary()
+    # A few fetches teach the router that the link is slow.
+    assert run.pulls < 20 and run.pulled_tokens <= run.late_tokens
 
 
 def test_the_balance_is_the_busiest_by_the_mean() -> None:

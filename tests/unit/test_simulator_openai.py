@@ -14,8 +14,10 @@ import pytest
 import zmq
 
 from kvrouter.simulator.cache import tokenizer
+from kvrouter.simulator.cache.peer import Lender
 from kvrouter.simulator.cache.shapes import gpt_oss
 from kvrouter.simulator.engine.timing import INSTANT, Timing
+from kvrouter.simulator.http.peer_source import wish_of
 from kvrouter.simulator.http.server import ReplicaServer
 
 PATIENCE_S = 20.0
@@ -265,3 +267,26 @@ async def test_lost_batches_leave_a_gap_in_the_numbers(client: Client) -> None:
         client.server.publisher.flush(PATIENCE_S)
         dealer.send_multipart((b"", (0).to_bytes(8, "big")))
         assert int.from_bytes(dealer.recv_multipart()[2], "big") == 1
+
+
+async def test_a_replica_fetches_from_another_one_of_its_process_that_a_request_names_by_its_port() -> None:
+    lenders: dict[int, Callable[[], Lender | None]] = {}
+    prompt = list(range(100))
+    async with replica(cpu_chunks=40, lenders=lenders) as source, replica(cpu_chunks=40, lenders=lenders) as reader:
+        await source.complete(prompt)
+        port = int(source.server.endpoints["url"].rpartition(":")[2])
+
+        async def cached(value: Any) -> int:
+            answer = await reader.complete(prompt, kv_transfer_params={"remote_kv_source": value})
+            return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        for value in (
+            None,
+            "there",
+            {},
+            {"remote_port": "x"},
+            {"remote_port": 1},
+            {"remote_port": port, "timeout_s": 0},
+        ):
+            assert wish_of({"remote_kv_source": value}, lenders) is None
+        assert await cached({"kv_request_id": "a", "remote_host": "127.0.0.1", "remote_port": port}) == 96

@@ -45,6 +45,15 @@ def replay(
         float, typer.Option(metavar="N", help="time of each further decoding request in a step, ms")
     ] = 0.4,
     load_rate: Annotated[float, typer.Option(metavar="N", help="loads from the CPU tier, tokens/s")] = 380_000,
+    peer_gbytes_per_s: Annotated[
+        float,
+        typer.Option(
+            metavar="N", help="speed at which a replica lends chunks of its CPU tier to others, GB/s; 0: none lends"
+        ),
+    ] = 0.0,
+    peer_latency_ms: Annotated[
+        float, typer.Option(metavar="N", help="way of a question to a lending replica and back, ms")
+    ] = 1.0,
     restart: Annotated[
         list[str] | None,
         typer.Option(
@@ -78,8 +87,9 @@ def replay(
     """Replay your traffic through a virtual fleet, faster than real time, and compare policies. Sends nothing."""
     # These modules import the whole router and the simulator, which no other command of a client needs.
     from kvrouter.replay.command import ReplayOptions, run_replay
-    from kvrouter.replay.fleet.fleet_shape import Restart
+    from kvrouter.replay.fleet.fleet_shape import PeerSpeed, Restart
     from kvrouter.replay.policies.names import COMPARED
+    from kvrouter.replay.policies.this_router import PULLING
     from kvrouter.simulator.engine.timing import Timing
 
     try:
@@ -87,6 +97,13 @@ def replay(
         timings = [Timing(rate, step_ms / 1e3, decode_ms / 1e3, load_rate) for rate in rates]
     except ValueError as error:
         raise SettingError(f"--prefill-rate, --step-ms, --decode-ms, --load-rate: {error}") from None
+    peer = None
+    if peer_gbytes_per_s:
+        try:
+            peer = PeerSpeed(peer_gbytes_per_s * 1e9, peer_latency_ms / 1e3)
+        except ValueError as error:
+            raise SettingError(f"--peer-gbytes-per-s, --peer-latency-ms: {error}") from None
+    compared = (*COMPARED, PULLING) if peer is not None else COMPARED
     options = ReplayOptions(
         trace,
         format_,
@@ -103,11 +120,12 @@ def replay(
         timings,
         [Restart(*_time_and_worker(text)) for text in restart or ()],
         speedup,
-        tuple(dict.fromkeys(policy)) if policy else COMPARED,
+        tuple(dict.fromkeys(policy)) if policy else compared,
         seed,
         csv,
         as_json,
         plot,
+        peer,
     )
     raise typer.Exit(run_replay(options))
 
