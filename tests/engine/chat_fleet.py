@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -82,6 +82,7 @@ def chat_fleet(
     environment: Mapping[str, str] | None = None,
     router_flags: Sequence[str] = (),
     python: str = sys.executable,
+    own_arguments: Callable[[int], Sequence[str]] = lambda number: (),
 ) -> Iterator[Fleet]:
     """Yield servers of this model behind a router that already knows the tokens of chats.
 
@@ -93,10 +94,11 @@ def chat_fleet(
         environment: Variables that are added to the servers' own.
         router_flags: Further flags of `kvrouter serve`.
         python: The interpreter of an environment that has vLLM.
+        own_arguments: Returns the flags that only the server with this number has.
     """
     with ExitStack() as stack:
         engines = {
-            f"w{n}": ChatServer(folder, model, arguments, environment=environment, python=python)
+            f"w{n}": ChatServer(folder, model, [*arguments, *own_arguments(n)], environment=environment, python=python)
             for n in range(servers)
         }
         stack.enter_context(started_together(list(engines.values())))
