@@ -107,9 +107,11 @@ def chat_fleet(
             flags += ["--worker", engine.spec(name)]
         router = stack.enter_context(RouterProcess(folder / "router", flags))
         fleet = Fleet(router, engines, stack.enter_context(zmq.Context()))
+        stack.callback(fleet.client.close)
         # Each engine must publish events once, and the router must verify the engines' tokenizers.
         for engine in engines.values():
-            client_of(engine.url).completions.create(model=MODEL, prompt=list(range(10, 200)), max_tokens=2)
+            with client_of(engine.url) as client:
+                client.completions.create(model=MODEL, prompt=list(range(10, 200)), max_tokens=2)
         until(lambda: all(row["state"] == "live" for row in router.request("GET", "/workers")["workers"]), "live")
         chat = [{"role": "user", "content": "the cache of an engine keeps what it computed " * 7}]
         until(lambda: predicted(ask(fleet, messages=chat))[0] is not None, "tokens of chats are known")
