@@ -80,9 +80,13 @@ class CpuTier:
 
     def lend(self, keys: Sequence[Key]) -> None:
         """Pin chunks that another replica is about to read; the first of them becomes the most recently used."""
+        self.touch(keys)
+        self.begin_load(keys)
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        """Make chunks that the tier holds the most recently used, the first of them most of all."""
         for key in reversed(keys):
             self._readers.move_to_end(key)
-        self.begin_load(keys)
 
     def end_load(self, keys: Iterable[Key]) -> None:
         """Unpin chunks that have been read."""

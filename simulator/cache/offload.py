@@ -175,6 +175,8 @@ class Offload:
         """Return the fetches from other replicas that begin with the step."""
         if not self._waiting:
             return []
+        for wish in self._waiting.values():
+            self.query(wish)
         pulls = [pull for wish in self._waiting.values() if wish.missing and (pull := self._pull(wish))]
         self._waiting = {job: wish for job, wish in self._waiting.items() if job.reused is None}
         return pulls
@@ -315,8 +317,17 @@ class Offload:
         elif wish.source.tier.lookup(key) is not True:
             self._miss(wish, key, PeerMiss.ABSENT)
         else:
+            if key not in wish.queried:
+                wish.queried.add(key)
+                wish.unqueried.append(key)
             return True
         return False
+
+    def query(self, wish: PeerWish) -> None:
+        """Count the chunks that were looked up since the last call as used at the source, which is queried for them."""
+        held = [key for key in wish.unqueried if wish.source.tier.lookup(key)]
+        wish.source.tier.touch(held)
+        wish.unqueried.clear()
 
     def _miss(self, wish: PeerWish, key: Key, miss: PeerMiss) -> None:
         """Note why a chunk does not come; the first reason counts."""

@@ -52,6 +52,9 @@ class PeerWish:
     needed: set[Key] = field(default_factory=set)
     # Chunks that the last look-up found at the source alone, each in the order of the look-up.
     missing: dict[Key, None] = field(default_factory=dict)
+    # Chunks that the source was queried for and holds, and those among them that the next question names.
+    queried: set[Key] = field(default_factory=set)
+    unqueried: list[Key] = field(default_factory=list)
     # Chunks that were fetched for the request.
     pulled: set[Key] = field(default_factory=set)
 

@@ -41,12 +41,15 @@ def bash(script: str, environment: dict[str, str], *arguments: object) -> str:
 ACCESS = ("--api-key", "--ca-file", "--client-certificate", "--client-key")
 
 
+HAND_OVER = ("--hand-over", "--to", "--max-bytes", "--within")
+
+
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
         (["kvrouter", "wor"], {"workers"}),
         (["kvrouter", "config", ""], {"schema", "markdown", "example"}),
-        (["kvrouter", "drain", "--"], {"--model", "--url", *ACCESS, "--json", "--help"}),
+        (["kvrouter", "drain", "--"], {*HAND_OVER, "--model", "--url", *ACCESS, "--json", "--help"}),
         (["kvrouter", "serve", "--log-l"], {"--log-level"}),
     ],
     ids=lambda given: " ".join(given) if isinstance(given, list) else "",

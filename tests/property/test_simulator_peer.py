@@ -58,9 +58,12 @@ class Twins:
         text, offload = self.reader.text(prompt), offload_of(self.reader)
         job = self.reader.prepare(text, 1, peer=PeerWish(offload_of(self.source).lender, 10.0))
         wish = self.real_reader.wish(self.real_source, 10.0)
-        # The simulated tier knows from the start what the source holds.
+        # The simulated tier knows from the start what the source holds, so both query it for all chunks.
         for key in self.keys(text.hashes):
             self.real_reader.tiers.look_up(real(key), wish)
+            if offload.tier.lookup(key) is False:
+                offload._can_fetch(job.peer, key)
+        offload.query(job.peer)
         self.real_reader.tiers.end_step()
         self.turn()
         for _ in range(2 * LONGEST_CHUNKS):
