@@ -9,11 +9,11 @@ matcher, cost and load place the requests. A rate of 10 is a link that transfers
 computes it. At a load of 1, each replica gets as many requests a second as one of eight that share the trace as it is.
 Traces are in Mooncake's format.
 
-- Of pooled: the reused tokens by those of one replica with the memory of all, GPU and CPU, which serves one request
-  after another.
+- Of it: the reused tokens, as a share of those of one replica with the memory of all, GPU and CPU, which serves one request
+  after another (pooled).
 - Lacking: pulls that promise more than the source and the worker held by the events that the router had seen when it
-  chose. The script keeps sets of its own from these events, and walks over them with the engine's rule. Later: pulls
-  that promised so much less.
+  chose. The script keeps sets of its own from these events, and walks over them with the engine's rule.
+- `short` of the JSON: pulls that promise less than was held.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ PEER_MISSES = {
     PeerMiss.FORBIDDEN: "may not be fetched from its address",
     PeerMiss.PROTOCOL: "did not come because its messages were not understood",
     PeerMiss.TRANSFER: "did not come because NIXL reported an error",
-    PeerMiss.FAULT: "did not come because of a fault in the program, here or there, which that engine logged",
+    PeerMiss.FAULT: "did not come because of an unexpected error, here or there, which that engine logged",
 }
 
 # The documentation of each metric by its name.

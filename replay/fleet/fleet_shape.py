@@ -65,7 +65,9 @@ class PeerSpeed:
 
     def __post_init__(self) -> None:
         if not (0 < self.bytes_per_s < math.inf and 0 <= self.latency_s < math.inf):
-            raise ValueError(f"a link carries more than 0 bytes/s, and its latency is not below 0, unlike in {self}")
+            raise ValueError(
+                f"the speed of a link must be above 0 and finite, and its latency 0 or more, unlike in {self}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

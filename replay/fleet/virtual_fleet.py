@@ -60,7 +60,7 @@ class VirtualFleet:
             workers: How many workers there are.
             has_cpu_tier: Whether any worker has a CPU tier; a worker without one publishes no events of it.
             pool_blocks: The sizes of the GPU pools, as engines report them; empty if they do not.
-            token_bytes: What a token has that workers lend each other; 0 if they do not.
+            token_bytes: The bytes of a token, if workers lend each other blocks; 0 if they do not.
         """
         self.keys = [WorkerKey(MODEL, f"w{number}") for number in range(workers)]
         # Each worker has a host of its own.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transfers between a replica's GPU and its CPU tier, as the scheduler side of vLLM's OffloadingConnector plans them.
 
-Prompts are stored as their blocks become full, and loaded where the tier reaches further than the GPU's cache. What
-neither holds is fetched into the tier first, from the replica that the request names as its source (`peer.py`). Chunks
+Prompts are stored as their blocks become full, and loaded where the tier reaches further than the GPU's cache. Chunks that
+neither holds are fetched into the tier first, from the replica that the request names as its source (`peer.py`). Chunks
 have one block, and only prompts are stored (vLLM's defaults, without EAGLE). A prompt that is aborted during its
 prefill keeps no shorter tail. Source: vLLM 0.32.0 kv_connector/v1/offloading/scheduler.py. No I/O or clock: the caller
 reports when a transfer has ended.
@@ -121,7 +121,7 @@ class Offload:
         wish.missing.clear()
         loadable = self._ask(job.text.hashes, job.text.num_tokens, local_tokens, partial(self._look_up, wish))
         if loadable is None or wish.missing:
-            # As in the engine, what the look-up came across is fetched, also for a request that does not wait for it.
+            # As in the engine, chunks that the look-up met are fetched, also for a request that does not wait for them.
             self._waiting[job] = wish
         else:
             self._waiting.pop(job, None)

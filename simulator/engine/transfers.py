@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a replica's transfers end: loads and pulls after their time, a store with the step after that of its begin. Pure.
+"""When a replica's transfers end: loads and pulls after their time, a store with the step after the one that began it. Pure.
 
 A store copies beside the computation and does not slow it down; vLLM learns of its end with a later step's output.
 Pulls from one source follow one another on its link, whichever replica they belong to.

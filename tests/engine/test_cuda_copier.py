@@ -66,7 +66,7 @@ def test_blocks_go_to_slots_and_come_back_behind_the_engines_work(
     double.computing.work.append(zero)
     transfers.submit_load(2, plan([3, 0, 1]))
     transfers.wait([2])
-    # What the engine had queued before the load ran before it, and runs only once.
+    # The work that the engine had queued before the load ran before it, and runs only once.
     double.computing.run(len(double.computing.work))
     assert [(result.job_id, result.ok, result.num_bytes) for result in transfers.finished()] == [
         (1, True, size),

@@ -62,8 +62,8 @@ def hits(engines: list[OffloadEngine], token_ids: tuple[int, ...]) -> list[Hit]:
         for place, hashes in engine.do("hashes").items():
             group, medium = place.removeprefix("g").split(":")
             mirror.add(worker, Place(int(group), medium), np.array(hashes, np.uint64))
-        assert profile.lent_at is not None
-        peer = lending_address(profile.lent_at, [engine.endpoint])
+        assert profile.declared_peer is not None
+        peer = lending_address(profile.declared_peer, [engine.endpoint])
         scheme, catalog = profile.identity.scheme, profile.catalog
         views.append(WorkerView(worker, None, StreamState.LIVE, True, "", "e", catalog, scheme, {}, peer=peer))
     question = Question("m", len(token_ids), token_ids=np.array(token_ids))

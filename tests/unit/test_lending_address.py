@@ -12,7 +12,7 @@ from kvrouter.events.patch.items import Declared
 from kvrouter.events.patch.messages import DeclaredCatalog, DeclaredGroup, PeerAddress
 from kvrouter.events.vllm.stream_items import Connected
 from kvrouter.router.base.common.ids import WorkerKey
-from kvrouter.router.follow.streams.peer_view import META_LENDING, PeerView, lending
+from kvrouter.router.follow.streams.peer_view import META_LENDING, PeerView, declared_peer_of
 from kvrouter.router.follow.streams.worker_stream import WorkerStream
 from kvrouter.router.index.store.commit import WorkerImage
 from kvrouter.router.model.workers.lending_address import MAX_HOST_CHARS, lending_address
@@ -127,7 +127,7 @@ def test_the_view_follows_resets_and_the_loss_of_credit() -> None:
 
 def test_a_restarted_router_has_the_address() -> None:
     ingest = live(Declared(1, catalog(DECLARED)), snapshot(5, {}))
-    assert restored(ingest).profile.lent_at == DECLARED
+    assert restored(ingest).profile.declared_peer == DECLARED
 
 
 def test_the_other_routers_have_the_address_before_a_block_is_stored() -> None:
@@ -139,9 +139,9 @@ def test_the_other_routers_have_the_address_before_a_block_is_stored() -> None:
     for declared in (DECLARED, changed(resets=3), None):
         stream.ingest.profile.declare(catalog(declared))
         view.take_image(WorkerImage(WORKER, "e", None, stream.record.state_fields(), "0-0", 1, {}))
-        assert view.lent_at == declared
+        assert view.declared_peer == declared
 
 
 @pytest.mark.parametrize("written", [b"", b"{}", b"no JSON", b'{"host": 1, "port": 2, "exchange": "e"}', b"[]"])
 def test_a_field_of_another_version_is_no_address(written: bytes) -> None:
-    assert lending({META_LENDING: written}) is None
+    assert declared_peer_of({META_LENDING: written}) is None

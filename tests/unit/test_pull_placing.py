@@ -69,7 +69,7 @@ def test_a_source_lends_from_the_choice_to_the_first_token() -> None:
     for _ in range(2):
         placement.first_token()
         assert lent(on) == 0
-    # Who reports what was delivered still finds the pull.
+    # The report of the delivered tokens still finds the pull.
     assert placement.pull is not None
     placement.done()
     assert lent(on) == 0 and not on.placer.weights.table.loads

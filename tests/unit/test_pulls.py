@@ -94,7 +94,7 @@ def test_engines_that_refuse_each_other_are_no_pair(change: dict[str, object]) -
 
 def test_workers_of_other_groups_are_no_pair() -> None:
     fleet = fleet_of([HOLDS, LACKS], view_of(0, CATALOG), view_of(1, catalog_of(FULL, WINDOW)))
-    assert pulls_of(fleet.hits(NUM_TOKENS)) == [[], []] and not fleet.plans.by_hash.exchanges  # type: ignore[union-attr]
+    assert pulls_of(fleet.hits(NUM_TOKENS)) == [[], []] and not fleet.plans.by_hash.has_exchanges  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("catalog", [catalog_of(FULL, connector=SIMPLE_CPU), catalog_of(FULL, chunk=None)])
@@ -175,4 +175,4 @@ def test_a_guessed_worker_neither_lends_nor_fetches() -> None:
 
 def test_a_fleet_without_addresses_does_no_more_work() -> None:
     fleet = fleet_of([HOLDS, LACKS], view_of(0, CATALOG, None), view_of(1, CATALOG, None))
-    assert fleet.plans.by_hash is not None and not fleet.plans.by_hash.exchanges
+    assert fleet.plans.by_hash is not None and not fleet.plans.by_hash.has_exchanges

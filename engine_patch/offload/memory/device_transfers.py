@@ -92,7 +92,7 @@ class DeviceTransfers:
                     self._end(job)
 
     def close(self) -> None:
-        """Wait for the copies under way. What is submitted later fails."""
+        """Wait for the copies under way. Copies that are submitted later fail."""
         self._closed = True
         for jobs in self._under_way:
             self.wait(list(jobs))

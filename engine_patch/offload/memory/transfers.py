@@ -44,8 +44,8 @@ class _Job:
 class Transfers:
     """The thread of a copier.
 
-    One thread calls this, the engine's. A job id is in use until its result was taken. What the engine computed on the
-    CPU is in memory when it submits a copy, so no copy has to wait for it.
+    One thread calls this, the engine's. A job id is in use until its result was taken. Results that the engine
+    computed on the CPU are in memory when it submits a copy, so no copy has to wait for them.
     """
 
     def __init__(self, copier: Copier, clock: Callable[[], float] = time.monotonic) -> None:

@@ -167,9 +167,11 @@ def warm(
     parts: list[Row] = []
     for name in sources:
         source_id, source_selection = _selected(name, model)
-        each = None if limit is None else max(1, limit // len(sources))
-        share_s = None if within is None else within / len(sources)
-        state = hand_over(client, source_id, source_selection | selection, [worker_id], each, share_s, show_progress)
+        part_bytes = None if limit is None else max(1, limit // len(sources))
+        part_s = None if within is None else within / len(sources)
+        state = hand_over(
+            client, source_id, source_selection | selection, [worker_id], part_bytes, part_s, show_progress
+        )
         parts += state["parts"]
     _print_hand_over({"parts": parts}, as_json, {"sources": sources})
 
@@ -187,10 +189,16 @@ def _fullest(client: Client, rows: list[Row]) -> str:
     return max(held, key=lambda name: held[name])
 
 
-def _print_hand_over(state: Row, as_json: bool, more: Row) -> None:
-    """Print how a hand-over ended; exit with 1 if no worker took anything over because of problems."""
+def _print_hand_over(state: Row, as_json: bool, before: Row) -> None:
+    """Print how a hand-over ended; exit with 1 if problems kept every worker from taking anything over.
+
+    Args:
+        state: The hand-over as it ended.
+        as_json: Whether to print JSON.
+        before: Further fields of the JSON, which come before it.
+    """
     if as_json:
-        print_json(more | {"hand_over": state})
+        print_json(before | {"hand_over": state})
     else:
         for text in sentences(state):
             print(text)

@@ -20,9 +20,9 @@ from kvrouter.router.base.common.errors import SettingError
 
 Row = dict[str, Any]
 
-# How often the progress is queried.
+# The pause between queries of the progress.
 POLL_S = 0.5
-# How often a terminal shows a line of progress.
+# The pause between lines of progress.
 SHOW_S = 2.0
 # After this many queries in a row in which an engine did not answer, it is no longer waited for.
 MAX_SILENCES = 6
@@ -98,16 +98,16 @@ def _followed(client: Client, reply: Row, within_s: float | None, show: Callable
             break
         time.sleep(POLL_S)
         try:
-            found = client.call("GET", f"/hand_overs/{reply['number']}")["parts"]
+            known_parts = client.call("GET", f"/hand_overs/{reply['number']}")["parts"]
         except ClientError as error:
             if error.status != HTTPStatus.NOT_FOUND:
                 raise
-            found = []
-        now = {_name(part): part for part in found}
+            known_parts = []
+        current = {_name(part): part for part in known_parts}
         for name, part in parts.items():
-            silences[name] = 0 if name in now else silences[name] + 1
-            if name in now:
-                parts[name] = now[name]
+            silences[name] = 0 if name in current else silences[name] + 1
+            if name in current:
+                parts[name] = current[name]
             elif not part["end"] and silences[name] >= MAX_SILENCES:
                 parts[name] = part | {"end": LOST, "problem": "no longer answers: its engine ended, or restarted"}
         if time.monotonic() - shown_s > SHOW_S:

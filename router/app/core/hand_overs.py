@@ -21,7 +21,7 @@ from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.follow.fleet.worker_registry import WorkerRegistry
 from kvrouter.router.model.workers.stream_state import StreamState
 
-# Engines answer from a thread of their own, so a second is long even for one that is busy.
+# Engines answer from a thread of their own, so two seconds are long even for one that is busy.
 ANSWER_TIMEOUT_S = 2.0
 UNREACHABLE = "unreachable"
 # Reasons that one error names.
@@ -30,6 +30,8 @@ NO_PEER = "lends no blocks: its engine needs this project's offload tier, with p
 
 
 class _Receiver(NamedTuple):
+    """A worker to which messages of hand-overs are sent, and where its engine takes them."""
+
     worker: WorkerKey
     address: PeerAddress
 
@@ -86,9 +88,9 @@ class HandOvers:
         parts: list[HandOverPart] = []
         warms: list[tuple[_Receiver, Warm]] = []
         reasons: list[str] = []
-        found = {source: self._receivers(source, to, reasons) for source in sources}
-        # An engine that does not answer would take a share with it.
-        receivers = [receiver for each in found.values() for receiver in each]
+        candidates = {source: self._receivers(source, to, reasons) for source in sources}
+        # The share of an engine that does not answer would be lost.
+        receivers = [receiver for group in candidates.values() for receiver in group]
         answers = await self._ask([(receiver, WarmQuery(number)) for receiver in receivers])
         silent = {receiver.worker for receiver, answer in zip(receivers, answers, strict=True) if answer is None}
         for receiver in receivers:
@@ -96,17 +98,18 @@ class HandOvers:
                 parts.append(self._part(receiver.worker, None, receiver.address))
                 reasons.append(f"{receiver.worker.route_name} {parts[-1].problem}")
         reachable = {
-            source: [receiver for receiver in each if receiver.worker not in silent] for source, each in found.items()
+            source: [receiver for receiver in group if receiver.worker not in silent]
+            for source, group in candidates.items()
         }
         num_receivers = sum(map(len, reachable.values()))
         if not num_receivers:
             raise Conflict(f"no worker can take over the cache of {printable(worker_id)}: {_joined(reasons)}")
-        for source, each in reachable.items():
+        for source, group in reachable.items():
             address = streams[source].view.peer if source in streams else None
-            for share, receiver in enumerate(each if address is not None else ()):
+            for share, receiver in enumerate(group if address is not None else ()):
                 assert address is not None
                 warm = Warm(
-                    number, address.host, address.port, share, len(each), max(1, max_bytes // num_receivers), within_s
+                    number, address.host, address.port, share, len(group), max(1, max_bytes // num_receivers), within_s
                 )
                 warms.append((receiver, warm))
         answers = await self._ask(warms)
@@ -177,7 +180,7 @@ class HandOvers:
         if view.peer.exchange != source.exchange:
             return "has another cache layout, other model files or another hash seed, or is on another machine without keys"
         if view.peer.resets != source.resets:
-            return f"was reset {view.peer.resets} times, and not {source.resets} times as the worker that hands over"
+            return f"was reset {view.peer.resets} times, but the worker that hands over {source.resets} times"
         return None
 
     def _part(self, worker: WorkerKey, answer: HandOverReply | None, address: PeerAddress) -> HandOverPart:

@@ -81,7 +81,7 @@ def engine_cache(meta: dict[str, bytes]) -> EngineCache:
         return EngineCache()
 
 
-def lending(meta: dict[str, bytes]) -> PeerAddress | None:
+def declared_peer_of(meta: dict[str, bytes]) -> PeerAddress | None:
     """Return where the engine declares that it lends chunks; None if nowhere, or if another version wrote the field."""
     try:
         return msgspec.json.decode(meta.get(META_LENDING) or b"null", type=PeerAddress | None)
@@ -96,7 +96,7 @@ def state_fields(
     start_s: float | None,
     disk: str = "",
     cache: EngineCache = NOTHING_SAID,
-    lent_at: PeerAddress | None = None,
+    declared_peer: PeerAddress | None = None,
 ) -> dict[str, bytes]:
     """Return the state as fields of the worker's `meta` in Redis.
 
@@ -107,7 +107,7 @@ def state_fields(
         start_s: When the engine's process started, None if it is unknown.
         disk: The problem of the engine's disk.
         cache: The KV cache as the engine's metrics page describes it.
-        lent_at: Where the engine declares that it lends chunks.
+        declared_peer: Where the engine declares that it lends chunks.
     """
     return {
         META_ENGINE_START: b"" if start_s is None else repr(start_s).encode(),
@@ -116,7 +116,7 @@ def state_fields(
         META_CREDITED: b"%d" % credited,
         META_DISK: disk.encode(),
         META_ENGINE_CACHE: msgspec.json.encode(cache),
-        META_LENDING: b"" if lent_at is None else msgspec.json.encode(lent_at),
+        META_LENDING: b"" if declared_peer is None else msgspec.json.encode(declared_peer),
     }
 
 
@@ -210,9 +210,9 @@ class PeerView:
         return engine_cache(self._meta)
 
     @property
-    def lent_at(self) -> PeerAddress | None:
+    def declared_peer(self) -> PeerAddress | None:
         """Where the engine declares that it lends chunks, as the worker's follower published it."""
-        return lending(self._meta)
+        return declared_peer_of(self._meta)
 
     @property
     def incidents(self) -> Incidents:

@@ -100,7 +100,7 @@ class WorkerRecord:
         # confirmed.
         self._doubted_since_s: float | None = None
         # The address at which the engine lends chunks: as declared last, with the URL then, and as other engines reach it.
-        self._lent: tuple[PeerAddress | None, str | None, PeerAddress | None] = (None, None, None)
+        self._last_address: tuple[PeerAddress | None, str | None, PeerAddress | None] = (None, None, None)
         self.ingest = self._ingest()
         word = self._word()
         self.view = self._view(shown_state(self.phase, self.facts, word), word)
@@ -150,7 +150,7 @@ class WorkerRecord:
             start_s,
             self.disk_problem,
             self.facts.cache,
-            ingest.profile.lent_at,
+            ingest.profile.declared_peer,
         )
 
     def step(self, event: Event) -> Action:
@@ -280,23 +280,27 @@ class WorkerRecord:
             lora_paths=profile.spec.lora_paths,
             approximate=self._is_guessed(state),
             life=self.lives.number,
-            # The index has the source's blocks as they are only while it is credited.
+            # Only while the worker is credited does the index show the blocks that it can lend.
             peer=self._lending_address(scheme) if shown.credited else None,
         )
 
     def _lending_address(self, scheme: HashScheme | None) -> PeerAddress | None:
-        """Return where other engines borrow chunks of this one, None if nowhere.
+        """Return where other engines reach this one to fetch its chunks, or None if it lends none.
 
-        An address that the engine declares comes before a registered one. The answer for the last address is remembered.
+        An address that the engine declares comes before a registered one. The last answer is remembered.
         """
-        declared = self.peer.lent_at if self.is_elsewhere else self.ingest.profile.lent_at
+        declared = self.peer.declared_peer if self.is_elsewhere else self.ingest.profile.declared_peer
         stated = declared or registered_peer(self.registration, self.profile.catalog, scheme)
         url = self.registration.url
         if stated is None:
             return None
-        if (stated, url) != self._lent[:2]:
-            self._lent = stated, url, lending_address(stated, (self.endpoints.patch, self.endpoints.events, url))
-        return self._lent[2]
+        if (stated, url) != self._last_address[:2]:
+            self._last_address = (
+                stated,
+                url,
+                lending_address(stated, (self.endpoints.patch, self.endpoints.events, url)),
+            )
+        return self._last_address[2]
 
     def _is_guessed(self, state: StreamState) -> bool:
         """Return whether the worker's blocks are only guessed from the prompts that were sent to it.

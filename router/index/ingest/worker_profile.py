@@ -210,7 +210,7 @@ class WorkerProfile:
         return self._catalog[1]
 
     @property
-    def lent_at(self) -> PeerAddress | None:
+    def declared_peer(self) -> PeerAddress | None:
         """Where the engine declares that it lends chunks of its CPU tier, None if it does not."""
         return None if self.declared is None else self.declared.peer
 

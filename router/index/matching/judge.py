@@ -56,7 +56,7 @@ class Judge:
         # The number of rows of all workers.
         self.row_count = row_count
         self.members, self.starts = exchanges.members, exchanges.starts
-        # The best sources of the set that is looked at, and the hit of a worker with nothing but the source's CPU tier.
+        # The best sources of the set that is examined, and for each the hit of a worker that holds nothing itself.
         self.sources = np.zeros(MAX_SOURCES, np.int64)
         self.reaches = np.zeros(MAX_SOURCES, np.int64)
 
@@ -101,9 +101,9 @@ class Judge:
     def pulls(self, hits: NDArray[np.int64], num_tokens: int, turn: int) -> NDArray[np.int64]:
         """Return the sources from which workers may fetch blocks of the last question, int64, shape (pulls, PULL_COLUMNS).
 
-        Pulls are in the order of the workers in `exchanges`, those of one worker with the most tokens first. In each set
-        the MAX_SOURCES workers are sources whose CPU tier alone holds the longest prefix. A source is compared with a worker
-        only if that prefix is longer than the worker's hit, and only pulls that are longer than the hit are returned.
+        Pulls are in the order of the workers in `exchanges`, those of one worker with the most tokens first. The sources
+        of a set are the MAX_SOURCES workers whose CPU tiers alone hold the longest prefixes. A source is compared with a
+        worker only if its prefix is longer than the worker's hit, and only pulls that exceed the hit are returned.
 
         Args:
             hits: The hits of the last question, as `judge` returned them.
@@ -152,7 +152,7 @@ class Judge:
             w = self.members[first + (turn + i) % (last - first)]
             reach = found[w, FOUND_CPU]
             if found[w, FOUND_GPU] != 0:
-                # That hit has blocks of the GPU.
+                # That hit counts blocks on the GPU, which are not lent.
                 reach = tier_hit(self.tables, self.bases[w], w, num_tokens, 0, False)
             if reach == 0 or (count == MAX_SOURCES and reach <= self.reaches[count - 1]):
                 continue

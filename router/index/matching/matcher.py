@@ -77,7 +77,7 @@ class HashPlan(msgspec.Struct, frozen=True, eq=False):
     # The number of blocks in such a segment.
     segment_blocks: int
     # Whether some of the workers lend each other blocks.
-    exchanges: bool = False
+    has_exchanges: bool = False
 
     @classmethod
     def build(cls, mirror: Mirror, views: Sequence[WorkerView]) -> HashPlan:
@@ -266,7 +266,7 @@ class Matcher:
         Return None if the hits take more than one plan, depend on more than hashes, or have pulls, which no table shows.
         """
         table = self._table(question, plans)
-        if table is None or not table.plan.exchanges:
+        if table is None or not table.plan.has_exchanges:
             return table
         pulls = table.plan.judge.pulls(table.found, question.num_tokens, 0)
         return None if len(pulls) else table
@@ -355,7 +355,7 @@ class Matcher:
 
     def _judge(self, plan: HashPlan, hashes: NDArray[np.uint64], question: Question) -> list[Hit]:
         numbers = self._find(plan, hashes, question)
-        hits = _lending_hits(plan, numbers, hashes, question) if plan.exchanges else _hits(plan, numbers)
+        hits = _hits_with_pulls(plan, numbers, hashes, question) if plan.has_exchanges else _hits(plan, numbers)
         if question.explain:
             hits = [
                 msgspec.structs.replace(hit, groups=tuple(_covers(plan, w, question.num_tokens)))
@@ -396,7 +396,7 @@ def _fields(plan: HashPlan, numbers: NDArray[np.int64]) -> tuple[Iterable[Any], 
     return plan.workers, by_tier, plan.states, plan.reasons, limiters, full_attention
 
 
-def _lending_hits(
+def _hits_with_pulls(
     plan: HashPlan, numbers: NDArray[np.int64], hashes: NDArray[np.uint64], question: Question
 ) -> list[Hit]:
     """Return the hits of the plan's workers, some of which lend each other blocks, with their pulls."""

@@ -148,8 +148,8 @@ class Hit(msgspec.Struct, frozen=True, array_like=True, gc=False):
     held: tuple[HeldRuns, ...] = ()
     # The hit of a list's last prompt in tokens, over all tiers; None for one prompt, or if it is not known.
     last_tokens: int | None = None
-    # The sources from which the worker may fetch blocks, the one with the most tokens first. What they add is no part of
-    # `by_tier`: a source may evict a block before it is fetched.
+    # The sources from which the worker may fetch blocks, the one with the most tokens first. The tokens that they add are no
+    # part of `by_tier`: a source may evict a block before it is fetched.
     pulls: tuple[Pull, ...] = ()
 
     @property

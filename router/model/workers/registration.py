@@ -110,7 +110,8 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     engine: str | None = None
     # The name of its key in each router's worker_api_keys_file (engine_key.py), or None for the default one.
     engine_key: str | None = None
-    # Where vLLM's own p2p tier lends blocks, as HOST:PORT of its rank 0, or None. What the engine patch declares replaces it.
+    # Where vLLM's own p2p tier lends blocks, as HOST:PORT of its rank 0, or None. An address that the engine patch declares
+    # replaces it.
     peer: str | None = None
     # Whether the id was given as a number, because clients of Dynamo's services want it back as one.
     numbered: bool = False

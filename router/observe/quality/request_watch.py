@@ -520,7 +520,7 @@ class RequestWatch:
         sums.delivered_tokens += report.delivered
         errors = measures.errors_of(placement.worker.model)
         errors.prediction.observe(error)
-        # What a source adds makes the expectation a range.
+        # The tokens that a source may add make the expectation a range.
         most = (
             report.expected if report.pull is None else max(report.expected, report.predicted + report.pull.predicted)
         )

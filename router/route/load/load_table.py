@@ -3,8 +3,7 @@
 
 A reservation counts from the choice until its release or expiry: its prefill tokens until the first token at the
 latest, its decode tokens to the end. The tokens that a worker lends to a request count until that request's first
-token. Other processes report totals, never differences, so the next message repairs a
-lost one.
+token. Other processes report totals, never differences, so the next message repairs a lost one.
 
 Invariants: no total is ever negative. All totals are 0 once all reservations have ended and all other processes are
 silent or report no load.

@@ -23,12 +23,12 @@ ASSUMED_BYTES_PER_S = 12.5e9
 UNKNOWN_TOKEN_COST = 0.3
 # Measurements kept of each pair: its last minute or so. With MAX_PAIRS pairs they take some 8 MB.
 SAMPLES = 16
-# Pairs of 64 hosts with each other. Beyond it, the pair that was measured least lately is forgotten.
+# Pairs of 64 hosts with each other. Beyond it, the pair that was measured least recently is forgotten.
 MAX_PAIRS = 4_096
 # How long a measurement counts. It is longer than most pauses of traffic, and each time a few fetches try what was slow.
 MEASURED_TTL_S = 300.0
-# The assumption that blocks arrive counts for as many fetches that arrived whole: one that falls short changes little, and
-# a dozen decide.
+# The assumption that blocks arrive weighs as much as this many fetches that arrived whole: one that falls short changes
+# little, and a dozen decide.
 PRIOR_FETCHES = 4
 
 
@@ -86,7 +86,7 @@ class TransferRates:
 
     def __init__(self, *, max_pairs: int = MAX_PAIRS) -> None:
         self._max_pairs = max_pairs
-        # The pair that was measured least lately comes first.
+        # The pair that was measured least recently comes first.
         self._measured: OrderedDict[HostPair, _Measurements] = OrderedDict()
         # The same for all pairs of a model together, apart for pairs within a host.
         self._usual: dict[tuple[str, bool], _Measurements] = {}

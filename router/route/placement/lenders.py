@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workers that lend blocks of their CPU tiers: who may lend, at which speed, and what fetches teach about it.
+"""The workers that lend blocks of their CPU tiers: which may lend, at which speed, and the lessons of past pulls.
 
 Synchronous, without I/O, for one asyncio loop.
 """
@@ -36,7 +36,6 @@ TIMEOUT_UNKNOWN_S = 1.0
 # The transfer goes on while the prompt waits in its worker's queue. So the time to the first token measures the transfer
 # only if the queue was short: at most this share of the fetched tokens.
 QUEUED_SHARE_MAX = 0.125
-
 
 # A worker that lends, in one comparison of workers: the tokens that it lends to other requests now, and the known rates of
 # transfers from its host by the other host. A tuple, as compiled code reads it fastest.
@@ -155,7 +154,7 @@ class Lenders:
             return None
         if queued_tokens > QUEUED_SHARE_MAX * pull.fetched_tokens:
             return None
-        # What was fetched is then loaded from the worker's own CPU tier.
+        # The fetched tokens are then loaded from the worker's own CPU tier.
         loaded_tokens = measured_tokens - hit.on_gpu + pull.fetched_tokens
         others = num_tokens - pull.tokens + queued_tokens + loaded_tokens * self._weights.token_costs[MEASURED]
         transfer_s = seconds - others / speed.prefill_rate - PULL_LATENCY_S

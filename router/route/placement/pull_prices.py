@@ -7,7 +7,7 @@
 - computed: the tokens of the prompt behind the fetched ones.
 - lent: the tokens that the source lends to other requests now. They are transferred before, so pulls spread over the
   sources, and prompts are computed where all sources are busy.
-- missing share: how much of what was fetched on this way did not arrive lately, and had to be computed after all.
+- missing share: the share of tokens that did not arrive in the last pulls between these hosts, and had to be computed.
 
 Invariants: a pull is chosen only where it costs less than computing. A worker that holds more on its GPU or in its CPU
 tier, a source that lends less and a faster transfer never make a prompt dearer. Compiled, see `setup.py`.
@@ -48,7 +48,7 @@ class PullPrices:
         self._failed = failed
         self._num_tokens = num_tokens
         self._idle = idle
-        # The hosts that are known of workers.
+        # The known hosts of workers.
         self._hosts = lenders.hosts
         self._cpu_cost = weights.token_costs[MEASURED]
         self._prefill_rate = lenders.prefill_rate(model)
@@ -59,7 +59,8 @@ class PullPrices:
         self.token_cost = 0.0
         # The lenders that pulls named so far, None for those that lend nothing now.
         self._known: dict[WorkerKey, Lender | None] = {}
-        # The source, and the lender, that the last worker's pull at each place named: nearly all workers name the same.
+        # The sources of the previous worker's pulls, and these sources as lenders. Nearly all workers have the same, so
+        # comparing them saves a look-up in `_known`.
         self._last_sources: list[WorkerKey] = []
         self._last_lenders: list[Lender | None] = []
 
@@ -125,7 +126,7 @@ class PullPrices:
         return best
 
     def _lender(self, source: WorkerKey, place: int) -> Lender | None:
-        """Return the source as a lender, None if it lends nothing now, and remember it for the next worker's pull there."""
+        """Return the source as a lender, None if it lends nothing now; the next worker's pull at `place` finds it again."""
         known = self._known
         if source not in known:
             known[source] = None if source in self._failed else self._lenders.lender(source)

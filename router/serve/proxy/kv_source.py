@@ -44,7 +44,7 @@ EXTENSION_FIELDS = ("sampling_params", "vllm_xargs")
 EXTRA_ARGS = "extra_args"
 # A body without any of these fields names no source.
 NAMING_FIELDS = frozenset({PARAMS, HINTS, *EXTENSION_FIELDS})
-# A value without any of these bytes has no field PARAMS; the second begins an escaped letter.
+# A value without either of these has no field PARAMS; the second begins an escaped letter.
 MAY_NAME_PARAMS = (PARAMS.encode(), rb"\u")
 
 _BEGINNING = re.compile(rb"\s*\{\s*")
@@ -82,7 +82,7 @@ def may_name_source(fields: Mapping[str, msgspec.Raw]) -> bool:
 
 
 def without_sources(fields: Mapping[str, msgspec.Raw]) -> tuple[Changes, list[str]]:
-    """Return the changes that take all sources out of a body's fields, and the names of what they remove.
+    """Return the changes that take all sources out of a body's fields, and the names of the fields that they remove.
 
     Raises BadQuestion if a field cannot be read.
     """
@@ -114,7 +114,13 @@ def _pruned_params(raw: bytes, removed: list[str]) -> bytes | None:
 
 
 def _pruned_extension(raw: bytes, looked_at: tuple[str, ...], removed: list[str]) -> bytes | None:
-    """Return the arguments of an extension without sources, or None if they name none. `looked_at`: fields with sources."""
+    """Return the arguments of an extension without sources, or None if they name none.
+
+    Args:
+        raw: The arguments, as JSON.
+        looked_at: The arguments that may have sources.
+        removed: The names of removed fields are added to it.
+    """
     if not any(word in raw for word in MAY_NAME_PARAMS):
         return None
     values = _object(raw)
@@ -146,7 +152,7 @@ def _object(raw: bytes) -> dict[str, msgspec.Raw]:
 
 
 def _encoded(values: Mapping[str, msgspec.Raw | bytes]) -> bytes:
-    """Return the JSON of an object whose values are JSON already, and whose names may have half of a character."""
+    """Return the JSON of an object whose values are JSON already, and whose names may have lone surrogates."""
     return (
         b"{" + b",".join(b"%b:%b" % (json.dumps(name).encode(), bytes(value)) for name, value in values.items()) + b"}"
     )
