@@ -42,7 +42,7 @@ def cache_findings(snapshot: Snapshot) -> Iterator[Finding]:
         yield from _of_tiers(worker)
         yield from _of_hybrid(worker, snapshot)
     yield from _of_models(snapshot)
-    yield from _of_peers(snapshot)
+    yield from _of_lenders(snapshot)
 
 
 def _of_hashes(worker: WorkerFacts) -> Iterator[Finding]:
@@ -138,7 +138,7 @@ def _of_models(snapshot: Snapshot) -> Iterator[Finding]:
                 )
 
 
-def _of_peers(snapshot: Snapshot) -> Iterator[Finding]:
+def _of_lenders(snapshot: Snapshot) -> Iterator[Finding]:
     """Yield a finding for each model whose workers lend blocks that not all of them can fetch."""
     first: dict[str, tuple[WorkerFacts, PeerAddress]] = {}
     named: set[str] = set()
@@ -159,7 +159,7 @@ def _of_peers(snapshot: Snapshot) -> Iterator[Finding]:
 def _difference(peer: PeerAddress, other: PeerAddress) -> str:
     """Return why two engines exchange no blocks, or "" if they do."""
     if peer.exchange != other.exchange:
-        return "they differ in model, layout or hash seed"
+        return "they differ in tier, model, layout or hash seed, or lend at loopback addresses of different machines"
     if peer.resets != other.resets:
         return f"its caches were reset {_times(peer.resets)}, those of the other {_times(other.resets)}"
     return ""

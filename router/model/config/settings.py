@@ -399,7 +399,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     peer_pulls: Annotated[
         Switch,
         setting(
-            "on: a worker may be made to fetch blocks from another one, where both engines have a peer_port",
+            "on or off: whether engines that lend blocks are made to fetch from each other (docs/how-to/offload.md)",
             reloads=True,
         ),
     ] = "on"

@@ -17,6 +17,7 @@ import msgspec
 
 from kvrouter.router.base.common.errors import BadQuestion
 from kvrouter.router.base.common.tally import CounterSeries
+from kvrouter.router.route.placement.planned_pull import SOURCE_FIELD
 from kvrouter.router.route.tokens.client_body import (
     CHAT_PATH,
     GENERATE_PATH,
@@ -33,9 +34,8 @@ from kvrouter.router.serve.proxy.openai_body import Changes
 # the first that does not drop the field.
 PATHS = frozenset({CHAT_PATH, TEXT_PATH, RESPONSES_PATH, MESSAGES_PATH, GENERATE_PATH})
 
-SOURCE = "remote_kv_source"
 # The fields of PARAMS that name another engine to vLLM's p2p tier: the source of any prompt, and both sides of a hand-over.
-SOURCE_FIELDS = (SOURCE, "remote_prefiller", "remote_decoder")
+SOURCE_FIELDS = (SOURCE_FIELD, "remote_prefiller", "remote_decoder")
 # The field of a body with actions for the engine's cache, of which one may name a source.
 HINTS = "kv_hints"
 REMOVED_FIELDS = (*SOURCE_FIELDS, HINTS)
@@ -181,7 +181,7 @@ def with_source(raw: bytes, fields: Container[str], source: Mapping[str, object]
     Args:
         raw: The body, for which `may_pull` is true.
         fields: The names of the client's fields; the body has no PARAMS unless one of them is.
-        source: The value of SOURCE.
+        source: The value of SOURCE_FIELD.
     """
     if PARAMS not in fields:
         # The rest of the body is copied without being read.
@@ -189,10 +189,10 @@ def with_source(raw: bytes, fields: Container[str], source: Mapping[str, object]
         assert begun is not None
         start = begun.end()
         end = b"" if raw.startswith(b"}", start) else b","
-        member = b'"%b":%b' % (PARAMS.encode(), msgspec.json.encode({SOURCE: source}))
+        member = b'"%b":%b' % (PARAMS.encode(), msgspec.json.encode({SOURCE_FIELD: source}))
         return b"".join((b"{", member, end, memoryview(raw)[start:]))
     body = _fields.decode(raw)
     params = _fields.decode(body[PARAMS]) if is_given(body, PARAMS) else {}
-    params[SOURCE] = msgspec.Raw(msgspec.json.encode(source))
+    params[SOURCE_FIELD] = msgspec.Raw(msgspec.json.encode(source))
     body[PARAMS] = msgspec.Raw(msgspec.json.encode(params))
     return msgspec.json.encode(body)
