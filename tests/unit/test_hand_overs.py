@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvrouter.events.patch.messages import PeerAddress
-from kvrouter.router.app.core.hand_overs import HandOvers
+from kvrouter.router.app.core.hand_overs import NO_PEER, HandOvers
 from kvrouter.router.base.common.errors import Conflict, UnknownWorker
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.model.workers.stream_state import StreamState
@@ -170,3 +170,12 @@ async def test_a_worker_that_lends_nothing_or_is_alone_or_unknown_hands_nothing_
     registry.add("w2", None)
     with pytest.raises(Conflict, match="w2 lends no blocks"):
         await hand_overs.begin("w2", None, None, None, 1, WITHIN_S)
+
+
+async def test_an_engine_with_vllms_own_p2p_tier_takes_part_in_no_hand_over(
+    stack: ExitStack, registry: TinyRegistry, hand_overs: HandOvers
+) -> None:
+    for name in ("w0", "w1"):
+        registry.add(name, free_port(), exchange="vllm-p2p:1")
+    with pytest.raises(Conflict, match=NO_PEER):
+        await hand_overs.begin("w0", None, None, None, 1 << 20, WITHIN_S)

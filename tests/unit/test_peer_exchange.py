@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from kvrouter.engine_patch.offload.peer import peering
 from kvrouter.engine_patch.offload.peer.lender import PeerFacts
 from kvrouter.engine_patch.offload.peer.peer_wire import VERSION, Hello
-from kvrouter.engine_patch.offload.peer.peering import exchange, is_wildcard
+from kvrouter.engine_patch.offload.peer.peering import Peering, exchange, is_wildcard
+from kvrouter.events.patch.messages import PeerAddress
 
 FACTS = PeerFacts(b"a" * 32, b"b" * 32)
 
@@ -32,3 +35,13 @@ def test_another_version_of_the_protocol_has_another_text(monkeypatch: pytest.Mo
 )
 def test_a_wildcard_is_known(host: str, wildcard: bool) -> None:
     assert is_wildcard(host) is wildcard
+
+
+@pytest.mark.parametrize("key", ["", "k" * 40])
+def test_the_address_has_the_key_that_clients_of_the_socket_need(key: str) -> None:
+    # NIXL, which a whole Peering starts, is not needed for its address.
+    lending = object.__new__(Peering)
+    vars(lending).update(
+        _facts=lambda: FACTS, _server=object(), _host="0.0.0.0", _port=5710, _access=SimpleNamespace(public_key=key)
+    )
+    assert lending.address(2, 64) == PeerAddress("*", 5710, exchange(FACTS), 2, 64, key)

@@ -115,7 +115,7 @@ class Peering:
         if self._server is None or not facts.hash_root:
             return None
         host = ANY_HOST if is_wildcard(self._host) else self._host
-        return PeerAddress(host, self._port, exchange(facts), num_resets, token_bytes)
+        return PeerAddress(host, self._port, exchange(facts), num_resets, token_bytes, self._access.public_key)
 
     def stop_lending(self) -> None:
         """End the thread that lends, and all loans."""

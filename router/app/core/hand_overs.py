@@ -19,6 +19,8 @@ from kvrouter.router.base.common.errors import Conflict, UnknownWorker
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.follow.fleet.worker_registry import WorkerRegistry
+from kvrouter.router.follow.streams.worker_stream import WorkerStream
+from kvrouter.router.model.kvcache.registered_peer import is_vllms
 from kvrouter.router.model.workers.stream_state import StreamState
 
 # Engines answer from a thread of their own, so two seconds are long even for one that is busy.
@@ -105,7 +107,7 @@ class HandOvers:
         if not num_receivers:
             raise Conflict(f"no worker can take over the cache of {printable(worker_id)}: {_joined(reasons)}")
         for source, group in reachable.items():
-            address = streams[source].view.peer if source in streams else None
+            address = _lending(streams[source]) if source in streams else None
             for share, receiver in enumerate(group if address is not None else ()):
                 assert address is not None
                 warm = Warm(
@@ -127,9 +129,9 @@ class HandOvers:
 
     async def _of_all(self, request: WarmQuery | WarmStop) -> list[HandOverPart]:
         receivers = [
-            _Receiver(worker, stream.view.peer)
+            _Receiver(worker, _lending(stream))
             for worker, stream in self._registry.streams.items()
-            if stream.view.peer is not None
+            if _lending(stream) is not None
         ]
         answers = await self._ask([(receiver, request) for receiver in receivers])
         return [
@@ -147,7 +149,7 @@ class HandOvers:
 
     def _receivers(self, source: WorkerKey, to: Collection[str] | None, reasons: list[str]) -> list[_Receiver]:
         """Return the workers that can take over from one worker, and add to `reasons` why others cannot."""
-        address = self._registry.streams[source].view.peer
+        address = _lending(self._registry.streams[source])
         if address is None:
             reasons.append(f"{source.route_name} {NO_PEER}")
             return []
@@ -158,10 +160,10 @@ class HandOvers:
             if to is not None and worker.worker_id not in to:
                 continue
             problem = self._problem(worker, address)
-            if problem is not None or stream.view.peer is None:
+            if problem is not None or _lending(stream) is None:
                 reasons.append(f"{worker.route_name} {problem}")
             else:
-                receivers.append(_Receiver(worker, stream.view.peer))
+                receivers.append(_Receiver(worker, _lending(stream)))
         for name in () if to is None else sorted(set(to) - {worker.worker_id for worker in self._registry.streams}):
             reasons.append(f"{printable(name)} is not registered")
         if not receivers and not reasons:
@@ -170,17 +172,18 @@ class HandOvers:
 
     def _problem(self, worker: WorkerKey, source: PeerAddress) -> str | None:
         """Return why a worker cannot take over from the engine at `source`, or None if it can."""
-        view = self._registry.streams[worker].view
+        stream = self._registry.streams[worker]
+        view, address = stream.view, _lending(stream)
         if self._registry.drains(worker):
             return "drains"
         if view.state is not StreamState.LIVE:
             return f"is {view.state.value}"
-        if view.peer is None:
+        if address is None:
             return NO_PEER
-        if view.peer.exchange != source.exchange:
+        if address.exchange != source.exchange:
             return "has another cache layout, other model files or another hash seed, or is on another machine without keys"
-        if view.peer.resets != source.resets:
-            return f"was reset {view.peer.resets} times, but the worker that hands over {source.resets} times"
+        if address.resets != source.resets:
+            return f"was reset {address.resets} times, but the worker that hands over {source.resets} times"
         return None
 
     def _part(self, worker: WorkerKey, answer: HandOverReply | None, address: PeerAddress) -> HandOverPart:
@@ -206,6 +209,12 @@ class HandOvers:
         if isinstance(answer, Refused):
             end, problem = printable(answer.reason), f"refuses: {printable(answer.detail)}"
         return HandOverPart(worker_id=name, dp_rank=worker.dp_rank, model=worker.model, end=end, problem=problem)
+
+
+def _lending(stream: WorkerStream) -> PeerAddress | None:
+    """Return where a worker's engine takes the messages of hand-overs, or None if it takes none."""
+    address = stream.view.peer
+    return None if address is None or is_vllms(address) else address
 
 
 def _joined(reasons: Sequence[str]) -> str:

@@ -49,6 +49,11 @@ def registered_peer(
     return _address(host, port, xxh3_64_hexdigest(repr(facts).encode()))
 
 
+def is_vllms(address: PeerAddress) -> bool:
+    """Return whether the address is that of vLLM's own p2p tier, which knows no hand-over of a cache."""
+    return address.exchange.startswith(f"{KIND}:")
+
+
 @lru_cache(MAX_ADDRESSES)
 def _address(host: str, port: int, digest: str) -> PeerAddress:
     """Return the address, as the same object as long as nothing changes."""
