@@ -242,6 +242,30 @@ def test_a_reset_during_a_transfer_drops_what_arrives(world: World, lender: Engi
     assert reader.cpu.usage.free == 8 and not reader.announced
 
 
+def test_a_transfer_from_before_a_reset_does_not_end_a_later_one_of_the_same_chunk(
+    world: World, lender: Engine, reader: Engine
+) -> None:
+    other = world.engine("other")
+    reader.plane.hangs = True
+    for source in (lender, other):
+        wish = reader.wish(source)
+        for engine in (lender, other, reader):
+            engine.reset()
+        source.store(key(1))
+        for _ in range(4):
+            answers = reader.step(wish, key(1))
+        assert answers == [SOON]
+    reader.plane.under_way[0].hangs = False
+    reader.step(wish, key(1))
+    assert reader.cpu.usage.withheld == 0 and reader.cpu.usage.writing == 1
+    assert reader.peers.pulled == 0 and not misses(reader)
+    # The later transfer is still overdue at its deadline.
+    world.now_s += TIMEOUT_S
+    assert reader.step(wish, key(1)) == [NO]
+    assert misses(reader) == {PeerMiss.DEADLINE: 1}
+    assert not reader.tiers.busy
+
+
 def test_no_room_here_is_a_miss_and_evicts_nothing_that_is_needed(world: World, lender: Engine) -> None:
     reader = world.engine("reader", 2)
     reader.store(key(8), key(9))

@@ -56,6 +56,8 @@ class Arrival(NamedTuple):
 
 class _Pull(NamedTuple):
     wish: PeerWish
+    # The slot distinguishes this transfer from one of the same chunk that began before a reset and has not ended.
+    slot: int
     deadline_s: float
 
 
@@ -148,18 +150,12 @@ class PeerTier:
         """Fetch chunks that the source holds into slots."""
         assert wish.deadline_s is not None
         for start in range(0, len(keys), MAX_KEYS):
-            part = keys[start : start + MAX_KEYS]
-            self._pulls.update(dict.fromkeys(part, _Pull(wish, wish.deadline_s)))
+            part, part_slots = keys[start : start + MAX_KEYS], slots[start : start + MAX_KEYS]
+            for key, slot in zip(part, part_slots, strict=True):
+                self._pulls[key] = _Pull(wish, slot, wish.deadline_s)
             self._fetcher.submit(
                 wish.source,
-                PullJob(
-                    self._number(),
-                    part,
-                    slots[start : start + MAX_KEYS],
-                    self._num_resets,
-                    wish.deadline_s,
-                    wish.is_hand_over,
-                ),
+                PullJob(self._number(), part, part_slots, self._num_resets, wish.deadline_s, wish.is_hand_over),
             )
 
     def ask_share(self, source: PeerSource, share: int, num_shares: int, skip: int, deadline_s: float) -> int:
@@ -218,13 +214,14 @@ class PeerTier:
                 self._miss(key, wish, probed.miss or PeerMiss.ABSENT)
 
     def _take_pulled(self, pulled: Pulled) -> Arrival:
-        pull = self._pulls.pop(pulled.key, None)
-        if pulled.miss is None:
-            self.pulled += pull is None or not pull.wish.is_hand_over
-            if pull is not None:
+        pull = self._pulls.get(pulled.key)
+        if pull is not None and pull.slot == pulled.slot:
+            del self._pulls[pulled.key]
+            if pulled.miss is None:
+                self.pulled += not pull.wish.is_hand_over
                 pull.wish.pulled.add(pulled.key)
-        elif pull is not None:
-            self._miss(pulled.key, pull.wish, pulled.miss)
+            else:
+                self._miss(pulled.key, pull.wish, pulled.miss)
         return Arrival(pulled.key, pulled.slot, pulled.miss is None)
 
     def _miss(self, key: OffloadKey, wish: PeerWish, miss: PeerMiss) -> None:
