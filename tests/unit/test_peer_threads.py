@@ -403,3 +403,19 @@ def test_threads_end_with_their_engine(stack: ExitStack) -> None:
     assert names()
     stack.close()
     assert not names()
+
+
+def test_a_hand_over_whose_thread_cannot_start_is_unknown_and_ends_nothing_else(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warmer = Warmer(Engine(World(), "reader", 8).tiers, CHUNK_BYTES, 8, time.monotonic, LOG)
+    stack.callback(warmer.close)
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError):
+            warmer.answer(warm(1, 1))
+    assert isinstance(warmer.answer(WarmQuery(1)), Refused)

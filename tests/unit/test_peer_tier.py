@@ -27,6 +27,7 @@ from kvrouter.engine_patch.offload.peer.peer_wire import (
     Borrow,
     Lent,
     Present,
+    Unknown,
     read_by_reader,
     read_by_source,
 )
@@ -196,6 +197,25 @@ def test_a_source_that_restarted_is_greeted_again(world: World, lender: Engine, 
     # The first request finds out; the next one is served.
     reader.fetch(reader.wish(reborn), key(2))
     assert reader.fetch(reader.wish(reborn), key(2)) == [YES]
+
+
+def test_a_source_that_restarted_answers_the_question_that_found_out(
+    world: World, lender: Engine, reader: Engine
+) -> None:
+    assert reader.fetch(reader.wish(lender), key(1)) == [YES]
+    reborn = world.engine("lender")
+    reborn.store(key(2))
+    assert reader.fetch(reader.wish(reborn), key(2)) == [YES]
+    assert not misses(reader)
+
+
+def test_a_source_that_forgets_its_readers_at_once_is_a_miss(world: World, lender: Engine, reader: Engine) -> None:
+    reader.fetch(reader.wish(lender), key(1))
+    world.forge = lambda answer: Unknown(answer.number) if isinstance(answer, Present) else answer
+    assert reader.fetch(reader.wish(lender), key(2)) == [NO]
+    assert misses(reader) == {PeerMiss.GONE: 1}
+    world.forge = lambda answer: answer
+    assert reader.fetch(reader.wish(lender), key(2)) == [YES]
 
 
 @pytest.mark.parametrize(
@@ -538,6 +558,34 @@ def test_a_source_that_dies_ends_the_hand_over_and_what_came_stays(world: World,
     warming = reader.warm(lender)
     finish(world, reader, warming)
     assert warming.end == PeerMiss.GONE.value and reader.cpu.usage.free == 8
+
+
+def test_a_hand_over_from_a_source_that_restarted_goes_on(world: World, lender: Engine, reader: Engine) -> None:
+    reader.fetch(reader.wish(lender), key(1))
+    reborn = world.engine("lender")
+    reborn.store(key(2), key(3))
+    warming = reader.warm(reborn)
+    finish(world, reader, warming)
+    assert warming.end == WarmEnd.COMPLETE and warming.warmed().fetched == 2
+
+
+def test_batches_are_as_large_as_before_when_the_source_lends_again(world: World) -> None:
+    lender, reader = world.engine("lender", 64), world.engine("reader", 64)
+    lender.store(*map(key, range(40)))
+    warming = reader.warm(lender)
+    # Other readers have borrowed all that the source lends, and then all but one chunk.
+    most = lender.lender._max_lent_chunks
+    batches: list[int] = []
+    for lent, turns in ((0, 6), (1, 6), (most, 30)):
+        lender.lender._max_lent_chunks = lent
+        for _ in range(turns):
+            world.turn()
+            if warming.batch is not None:
+                batches.append(len(warming.batch.keys))
+        world.now_s += TIMEOUT_S
+    finish(world, reader, warming)
+    assert warming.end == WarmEnd.COMPLETE and warming.warmed().fetched == 40
+    assert batches[0] == 40 and min(batches) == 1 and max(batches[batches.index(1) :]) > 8
 
 
 def test_a_reset_ends_a_hand_over(world: World) -> None:

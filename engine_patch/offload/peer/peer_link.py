@@ -184,6 +184,8 @@ class PeerLink:
         self._welcome: Welcome | None = None
         self._peer = ""
         self._has_said_hello = False
+        # Whether the source has served this link since the last time that it did not know it.
+        self._is_known = True
         # After a failure: the reason, and when the source may be tried again.
         self._failure: tuple[PeerMiss, float] | None = None
         self._questions: dict[int, Question] = {}
@@ -288,6 +290,7 @@ class PeerLink:
         if isinstance(message, Welcome):
             self._welcomed(message, now_s)
         elif isinstance(message, Present):
+            self._is_known = True
             job = self._questions.pop(message.number, None)
             if isinstance(job, ProbeJob):
                 is_whole = len(message.held) == len(job.keys)
@@ -301,8 +304,7 @@ class PeerLink:
         elif isinstance(message, Lent):
             self._lent(message, now_s)
         elif isinstance(message, Unknown):
-            # The source restarted: its former memory is gone.
-            self._lose(PeerMiss.GONE, now_s, retry_s=0.0)
+            self._greet_again(now_s)
         elif isinstance(message, Refused):
             self.refusal = message.detail
             self._lose(miss_of(message.reason), now_s, RETRY_S)
@@ -314,6 +316,20 @@ class PeerLink:
             facts = self._facts()
             self._has_said_hello = True
             self._send(Hello(VERSION, facts.identity, facts.hash_root))
+
+    def _greet_again(self, now_s: float) -> None:
+        """Say hello to a source that restarted. Its former memory is gone, but it may hold what the questions are about."""
+        if self._welcome is None:
+            # Hello is under way already.
+            return
+        questions: dict[int, Question] = {}
+        if self._is_known:
+            questions, self._questions = self._questions, {}
+        # A source that forgets its readers at once gets no second hello for the same questions.
+        self._is_known = False
+        self._lose(PeerMiss.GONE, now_s, retry_s=0.0)
+        for job in questions.values():
+            self.question(job, now_s)
 
     def _welcomed(self, welcome: Welcome, now_s: float) -> None:
         if self._welcome is not None or not self._has_said_hello:
@@ -337,6 +353,7 @@ class PeerLink:
         self._send(Borrow(job.number, job.num_resets, loan_s, list(job.keys), not job.is_hand_over))
 
     def _offered(self, offered: Offered) -> None:
+        self._is_known = True
         job = self._questions.pop(offered.number, None)
         if job is None:
             return
@@ -348,6 +365,7 @@ class PeerLink:
         self._done(Shared(job.number, offered.total, keys, offered.before, miss))
 
     def _lent(self, lent: Lent, now_s: float) -> None:
+        self._is_known = True
         pull = self._pulls.get(lent.number)
         if pull is None or pull.is_given_up or self._welcome is None:
             # The job was given up meanwhile, before anything was read.

@@ -87,12 +87,14 @@ class Warmer:
         if self._thread is not None and self._thread.is_alive():
             return PeerMiss(BUSY), "another hand-over to this engine is under way: wait until it has ended"
         warming = Warming(warm, self._chunk_bytes, self._num_slots, peers.timeout_s, self._clock)
+        self._tiers.warm(warming)
+        thread = threading.Thread(target=self._run, daemon=True, name="kvrouter-warm")
+        # It raises if the system has no room for one more thread; then there is no hand-over of that number.
+        thread.start()
+        self._thread = thread
         self._results[warm.number] = warming
         while len(self._results) > KEPT_RESULTS:
             self._results.popitem(last=False)
-        self._tiers.warm(warming)
-        self._thread = threading.Thread(target=self._run, daemon=True, name="kvrouter-warm")
-        self._thread.start()
         return None
 
     def _run(self) -> None:

@@ -57,8 +57,9 @@ class Warming:
         self.source = PeerSource(warm.host, warm.port)
         self._chunk_bytes, self._timeout_s, self._clock = chunk_bytes, timeout_s, clock
         self._until_s = clock() + warm.within_s
-        # The most chunks of a batch; fewer after the source lent only a part.
-        self.batch_chunks = max(1, BATCH_BYTES // chunk_bytes)
+        # The most chunks of the next batch; fewer after the source lent only a part.
+        self._max_batch_chunks = max(1, BATCH_BYTES // chunk_bytes)
+        self.batch_chunks = self._max_batch_chunks
         self.chunks_left = warm.max_bytes // chunk_bytes
         self.evictions_left = num_slots // (warm.num_shares + 1)
         # Chunks that were offered and neither fetched nor passed over yet, each with the block before it, or 0.
@@ -171,10 +172,14 @@ class Warming:
         busy = [
             (key, at) for key, at in zip(batch.keys, batch.before, strict=True) if presence.get(key) is PeerMiss.BUSY
         ]
-        if busy and not self.end:
+        if not busy:
+            # The source may lend more by now.
+            self.batch_chunks = min(2 * self.batch_chunks, self._max_batch_chunks)
+        elif not self.end:
             self.queue.extendleft(reversed(busy))
             self.chunks_left += len(busy)
-            self.batch_chunks = max(1, len(batch.keys) - len(busy))
+            # A source that lent nothing is given time, and then it may lend a whole batch.
+            self.batch_chunks = len(batch.keys) - len(busy) or self.batch_chunks
 
     def _failed(self, miss: PeerMiss) -> None:
         self._failures += 1
