@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -766,3 +767,72 @@ def test_whatever_happens_content_is_right_requests_end_and_slots_come_back(seed
     second.store(key(99))
     first.fetch(first.wish(second), key(99))
     assert first.fetch(first.wish(second), key(99)) == [YES]
+
+
+# Seconds within which each request is admitted: its own timeout, and that of another request whose chunk it waits for.
+ADMITTED_S = 2 * TIMEOUT_S + 1.0
+ROUND_S = 0.05
+
+
+@dataclass
+class Job:
+    """A request that waits, runs, is preempted and comes again, or ends."""
+
+    engine: Engine
+    wish: PromotionRequest
+    wanted: list[OffloadKey]
+    waits_since_s: float
+    loaded: list[OffloadKey] = field(default_factory=list)
+    num_resets: int = 0
+    is_admitted: bool = False
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_requests_that_are_preempted_and_come_again_are_admitted_in_time(seed: int) -> None:
+    """Requests of three engines look the same chunks up, with and without sources that hang, stand still and are reset."""
+    rng = random.Random(seed)
+    world = World()
+    engines = [world.engine(name, rng.randint(4, 10)) for name in ("a", "b", "c")]
+    jobs: list[Job] = []
+    num_again = 0
+    for _ in range(200):
+        world.now_s += ROUND_S
+        for engine in engines:
+            if sum(job.engine is engine for job in jobs) < 3:
+                other = rng.choice([each for each in engines if each is not engine])
+                wish = engine.wish(other) if rng.random() < 0.8 else PromotionRequest()
+                jobs.append(Job(engine, wish, [key(number) for number in rng.sample(range(12), 4)], world.now_s))
+            engine.stopped = rng.random() < 0.1
+            engine.plane.hangs = rng.random() < 0.1
+            for transfer in engine.plane.under_way:
+                transfer.hangs = transfer.hangs and rng.random() < 0.97
+        if rng.random() < 0.03:
+            for engine in engines:
+                engine.reset()
+        for job in list(jobs):
+            tiers = job.engine.tiers
+            if not job.is_admitted:
+                answers = [tiers.look_up(key, job.wish) for key in job.wanted]
+                if UNKNOWN in answers or SOON in answers:
+                    assert world.now_s - job.waits_since_s < ADMITTED_S, (answers, job)
+                    continue
+                job.loaded = [key for key, answer in zip(job.wanted, answers, strict=True) if answer is YES]
+                tiers.begin_load(job.loaded, job.wish)
+                job.num_resets, job.is_admitted = tiers.num_resets, True
+            elif rng.random() < 0.3:
+                if job.num_resets == tiers.num_resets:
+                    tiers.end_load(job.loaded)
+                if rng.random() < 0.4:
+                    # Preempted: the same request waits again.
+                    job.is_admitted, job.waits_since_s = False, world.now_s
+                    num_again += 1
+                    continue
+                jobs.remove(job)
+                tiers.forget(job.wish)
+                job.engine.store(*job.wanted)
+        for engine in engines:
+            engine.tiers.end_step()
+        world.turn(rng)
+        for engine in engines:
+            engine.read_changes()
+    assert num_again > 20

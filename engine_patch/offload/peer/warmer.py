@@ -89,7 +89,7 @@ class Warmer:
         warming = Warming(warm, self._chunk_bytes, self._num_slots, peers.timeout_s, self._clock)
         self._tiers.warm(warming)
         thread = threading.Thread(target=self._run, daemon=True, name="kvrouter-warm")
-        # It raises if the system has no room for one more thread; then there is no hand-over of that number.
+        # It raises if the system can start no more threads; then there is no hand-over of that number.
         thread.start()
         self._thread = thread
         self._results[warm.number] = warming
