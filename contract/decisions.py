@@ -96,18 +96,6 @@ class DecidedPrefill(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ] = None
 
 
-class DecidedPull(PullReply, frozen=True, kw_only=True, omit_defaults=True):
-    """The blocks that the chosen worker was to fetch from another worker, and what came of it."""
-
-    delivered_tokens: Annotated[
-        int | None,
-        Meta(
-            description="tokens that the engine reported as reused beyond the worker's own hit, at most fetched_tokens; absent: "
-            "not known"
-        ),
-    ] = None
-
-
 class DecisionReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The explanation of one choice, with the state and the load of that moment."""
 
@@ -167,7 +155,7 @@ class DecisionReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         DecidedPrefill | None, Meta(description="the worker that was to compute the prompt first, if another was")
     ] = None
     pull: Annotated[
-        DecidedPull | None, Meta(description="the blocks that it was to fetch from another worker; absent: none")
+        PullReply | None, Meta(description="the blocks that it was to fetch from another worker; absent: none")
     ] = None
     earlier: Annotated[
         list[str] | None, Meta(description="selections of the request's attempts before, which failed")

@@ -15,7 +15,7 @@ from jsonschema import Draft202012Validator
 
 from kvrouter.router.app.cli.api_client import router_url
 from kvrouter.router.app.cli.commands import app, run
-from kvrouter.router.app.cli.tables import candidates_text, prompts_text, pull_line
+from kvrouter.router.app.cli.tables import candidates_text, outcome_line, prompts_text
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.version import VERSION
 from kvrouter.router.model.config.loading import listed_settings, load_config
@@ -164,7 +164,12 @@ def test_explain_shows_the_sources_of_candidates_and_what_the_chosen_one_fetches
     assert re.fullmatch(r">\s+w0\s+1\s+2\s+2\s+3 \(w1@2\)\s+1\s+0\s+1\s+live", lines[1])
     assert re.fullmatch(r"\s+w1\s+1\s+2\s+0\s+-\s+3\s+0\s+3\s+live", lines[3])
     assert lines[-1] == "fetches 1 tokens from w1@2, waits 0.25 s at most"
-    assert pull_line(pull | {"delivered_tokens": 0}).endswith("; 0 of them were reused")
+
+
+def test_the_outcome_of_a_decision_says_how_many_tokens_were_fetched() -> None:
+    outcome = {"outcome": "ok", "predicted_tokens": 2, "delivered_tokens": 2, "completion_tokens": None, "ttft_s": None}
+    line = outcome_line({"outcome": outcome | {"e2e_s": 1.5, "fetched_tokens": 0}})
+    assert line == "outcome: ok; predicted 2 tokens, reused 2 tokens, fetched 0 tokens, over after 1.5 s"
 
 
 def test_explain_as_json_and_from_a_file(stub: StubRouter, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

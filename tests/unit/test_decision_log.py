@@ -12,7 +12,8 @@ import msgspec
 import pytest
 from msgspec import UNSET
 
-from kvrouter.contract.decisions import DecidedPull, DecisionReply, Outcome, Proof, Wanted
+from kvrouter.contract.choices import PullReply
+from kvrouter.contract.decisions import DecisionReply, Outcome, Proof, Wanted
 from kvrouter.contract.fleet_event import EventType
 from kvrouter.router.base.common.errors import Saturated
 from kvrouter.router.base.common.ids import WorkerKey
@@ -153,35 +154,17 @@ def test_the_proof_of_a_decision_follows_the_state_of_its_worker(tokens: int, st
 PULL = PlannedPull(WorkerKey("m", "b", 1), "10.0.0.7", 5710, tokens=160, fetched_tokens=96, timeout_s=0.25)
 
 
-@pytest.mark.parametrize(
-    ("reused", "prompts", "delivered"),
-    [
-        (160, 1, 96),
-        (80, 1, 16),
-        (64, 1, 0),
-        # Less than the worker's own hit, so nothing of it was fetched.
-        (48, 1, 0),
-        # A prompt ahead left more than the source lends.
-        (320, 1, 96),
-        (None, 1, None),
-        # The engine's report may be about the last prompt alone.
-        (160, 2, None),
-    ],
-)
-def test_a_pull_is_kept_with_the_fetched_tokens_that_were_reused(
-    reused: int | None, prompts: int, delivered: int | None
-) -> None:
+def test_a_pull_is_kept_with_the_choice_and_what_it_fetched_with_the_outcome() -> None:
     kept = Kept(hit("a", 64))
     request = ask()
-    question = msgspec.structs.replace(request.question, num_prompts=prompts)
-    request = msgspec.structs.replace(request, question=question)
     choice = kept.placer.choose(request, "first")
     assert choice.pull is None and decision_of(kept, "first").pull is None
     kept.log.record("second", request, msgspec.structs.replace(choice, pull=PULL))
-    expected = DecidedPull(worker_id="b", dp_rank=1, tokens=160, fetched_tokens=96, timeout_s=0.25)
+    expected = PullReply(worker_id="b", dp_rank=1, tokens=160, fetched_tokens=96, timeout_s=0.25)
     assert decision_of(kept, "second").pull == expected
-    kept.log.end("second", msgspec.structs.replace(OUTCOME, delivered_tokens=reused))
-    assert decision_of(kept, "second").pull == msgspec.structs.replace(expected, delivered_tokens=delivered)
+    kept.log.end("second", msgspec.structs.replace(OUTCOME, fetched_tokens=80))
+    ended = decision_of(kept, "second")
+    assert ended.pull == expected and ended.outcome is not None and ended.outcome.fetched_tokens == 80
 
 
 def decision_of(kept: Kept, name: str) -> DecisionReply:

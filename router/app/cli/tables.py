@@ -74,6 +74,7 @@ def outcome_line(answer: dict[str, Any]) -> str:
         values = (
             ("predicted", outcome["predicted_tokens"], "tokens"),
             ("reused", outcome["delivered_tokens"], "tokens"),
+            ("fetched", outcome.get("fetched_tokens"), "tokens"),
             ("generated", outcome["completion_tokens"], "tokens"),
             ("first token after", outcome["ttft_s"] and round(outcome["ttft_s"], 3), "s"),
             ("over after", round(outcome["e2e_s"], 3), "s"),
@@ -86,12 +87,10 @@ def outcome_line(answer: dict[str, Any]) -> str:
 
 
 def pull_line(pull: dict[str, Any]) -> str:
-    """Return a line about the blocks that the chosen worker fetches, and about how many arrived if that is known."""
-    line = (
+    """Return a line about the blocks that the chosen worker fetches."""
+    return (
         f"fetches {pull['fetched_tokens']} tokens from {text(worker_name(pull))}, waits {pull['timeout_s']:g} s at most"
     )
-    delivered_tokens = pull.get("delivered_tokens")
-    return line if delivered_tokens is None else f"{line}; {delivered_tokens} of them were reused"
 
 
 def prompts_text(answer: dict[str, Any]) -> str:

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import msgspec
 
-from kvrouter.contract.choices import CandidateReply
-from kvrouter.contract.decisions import DecidedPrefill, DecidedPull, DecisionReply, DecisionsReply, Outcome, Proof
+from kvrouter.contract.choices import CandidateReply, PullReply
+from kvrouter.contract.decisions import DecidedPrefill, DecisionReply, DecisionsReply, Proof
 from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.router.observe.decisions.decision import Decision, KeptChoice
 from kvrouter.router.observe.decisions.decision_log import DecisionFilter, DecisionLog, KeptDecision
@@ -58,7 +58,7 @@ def decision_reply(
         outcome=kept_decision.outcome,
         candidates=_candidates(choice) if explain else None,
         prefill=None if prefill is None else _prefill(prefill, explain=explain),
-        pull=None if choice.pull is None else _pull(decision, choice.pull, kept_decision.outcome),
+        pull=None if choice.pull is None else _pull(choice.pull),
         earlier=earlier or None,
     )
 
@@ -119,20 +119,14 @@ def _prefill(choice: KeptChoice, *, explain: bool) -> DecidedPrefill:
     )
 
 
-def _pull(decision: Decision, pull: PlannedPull, outcome: Outcome | None) -> DecidedPull:
+def _pull(pull: PlannedPull) -> PullReply:
     """Return the reply's part about the blocks that the chosen worker was to fetch."""
-    delivered_tokens = None
-    # The engine's report about a list of prompts may cover the last one alone, and the hit covers all.
-    if outcome is not None and outcome.delivered_tokens is not None and decision.num_prompts == 1:
-        beyond_hit = max(0, outcome.delivered_tokens - decision.choice.hit.tokens)
-        delivered_tokens = min(beyond_hit, pull.fetched_tokens)
-    return DecidedPull(
+    return PullReply(
         worker_id=pull.source.worker_id,
         dp_rank=pull.source.dp_rank,
         tokens=pull.tokens,
         fetched_tokens=pull.fetched_tokens,
         timeout_s=pull.timeout_s,
-        delivered_tokens=delivered_tokens,
     )
 
 

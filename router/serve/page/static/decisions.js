@@ -135,6 +135,7 @@ function outcomeText(outcome) {
       ? `the engine reports ${count(outcome.delivered_tokens)} tokens as reused; no prediction can be compared with that`
       : `${count(outcome.delivered_tokens)} tokens delivered of ${count(outcome.predicted_tokens)} predicted${expected}`);
   }
+  if (outcome.fetched_tokens !== undefined) parts.push(`${count(outcome.fetched_tokens)} tokens fetched`);
   if (outcome.ttft_s !== null) parts.push(`first token after ${seconds(outcome.ttft_s)}`);
   if (outcome.e2e_s !== null) parts.push(`done after ${seconds(outcome.e2e_s)}`);
   return parts.join("; ");

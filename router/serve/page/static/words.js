@@ -97,12 +97,9 @@ export function tiers(hit, has) {
 /** A worker's hit with a source, as a part of a sentence. own: the tokens of its hit without one. */
 export const withSource = (peer, own) => `${count(peer.tokens)} with blocks that ${route(peer)} lends (+${count(peer.tokens - own)})`;
 
-/** The blocks that a chosen worker fetches, and how many of them arrived if that is known. */
-export function pullText({ tokens, fetched_tokens: fetched, timeout_s, delivered_tokens: delivered, ...source }) {
-  const parts = [`${count(fetched)} tokens from ${route(source)}, waits ${seconds(timeout_s)} at most`, `${count(tokens)} tokens are reused if all arrive`];
-  if (delivered !== undefined) parts.push(`${count(delivered)} of the fetched ones were reused`);
-  return parts.join("; ");
-}
+/** The blocks that a chosen worker fetches. */
+export const pullText = ({ tokens, fetched_tokens: fetched, timeout_s, ...source }) =>
+  `${count(fetched)} tokens from ${route(source)}, waits ${seconds(timeout_s)} at most; ${count(tokens)} tokens are reused if all arrive`;
 
 const TONES = { live: "good", down: "bad", unhashable: "bad", mismatched: "bad" };
 export const tone = (state) => TONES[state] ?? "warn";
