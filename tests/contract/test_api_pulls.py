@@ -14,6 +14,7 @@ from kvrouter.router.index.matching.pull import Pull
 from kvrouter.router.index.matching.question import Hit
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.route.placement.decider import Decider
+from kvrouter.router.route.placement.placement_request import PlacementRequest
 from kvrouter.router.route.placement.planned_pull import PlannedPull
 from kvrouter.router.serve.api.http.http_api import HttpApi
 from tests.contract.api_support import TinyCore, call, hit
@@ -126,3 +127,19 @@ def test_a_decision_keeps_the_source_also_in_lists(pulls: None, app: HttpApi) ->
     call(app, "POST", "/select", ASKED | {"selection_id": "mine"})
     assert call(app, "GET", "/decisions/mine").json()["pull"] == SHOWN
     assert [entry["pull"] for entry in call(app, "GET", "/decisions").json()["decisions"]] == [SHOWN]
+
+
+@pytest.mark.parametrize(("path", "may_pull"), [("/reservations", False), ("/select_and_reserve", True)])
+def test_a_reservation_whose_answer_names_no_source_has_none(
+    monkeypatch: pytest.MonkeyPatch, app: HttpApi, path: str, may_pull: bool
+) -> None:
+    decide, asked = Decider.decide, []
+
+    def seen(decider: Decider, request: PlacementRequest, *arguments: Any, **options: Any) -> Any:
+        asked.append(request.may_pull)
+        return decide(decider, request, *arguments, **options)
+
+    monkeypatch.setattr(Decider, "decide", seen)
+    body = ASKED | ({"worker_id": "w0"} if path == "/reservations" else {})
+    assert call(app, "POST", path, body).status < 300
+    assert asked == [may_pull]

@@ -101,7 +101,8 @@ class SelectRoutes:
         else:
             raise BadQuestion("give token_ids, block_hashes or isl_tokens: they determine the prompt's load")
         pinned = Pin(str(body.worker_id), body.dp_rank)
-        ask = msgspec.structs.replace(_ask(body, question, bounds), pinned=pinned)
+        # The reply names no source, so the engine fetches nothing.
+        ask = msgspec.structs.replace(_ask(body, question, bounds), pinned=pinned, may_pull=False)
         prefill_tokens = 0 if body.track_prefill_tokens is False else body.effective_prefill_tokens
         if prefill_tokens is not None and prefill_tokens > question.num_tokens:
             raise BadQuestion(f"effective_prefill_tokens exceeds the prompt's {question.num_tokens} tokens")
