@@ -116,6 +116,10 @@ class Placed:
         self.told: list[str] = []
         self.output_tokens: int | None = None
 
+    @property
+    def pull(self) -> PlannedPull | None:
+        return self.choice.pull
+
     def first_token(self) -> None:
         self.told.append("first token")
 
@@ -160,8 +164,9 @@ class FirstFit:
                 reused = (question.num_tokens - 1) // 16 * 16
                 hit = Hit(worker, all_on_gpu(reused), "live")
                 self.placed.append(Placed(hit, registration.url, question.num_tokens))
-                if request.may_pull:
-                    self.placed[-1].choice.pull = self.pulls.get(worker.worker_id)
+                pull = self.pulls.get(worker.worker_id)
+                if pull is not None and request.may_pull and pull.source not in question.exclude_workers:
+                    self.placed[-1].choice.pull = pull
                 return self.placed[-1]
         raise NoWorker(f"no worker can take it: {why}")
 

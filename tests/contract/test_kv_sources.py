@@ -7,16 +7,24 @@ import json
 from typing import Any
 
 import anthropic
+import msgspec
 import openai
 import pytest
 
+from kvrouter.events.patch.messages import PeerAddress
 from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.index.matching.pull import Pull
+from kvrouter.router.route.load.transfer_rates import HostPair
+from kvrouter.router.route.load.worker_speed import SAMPLES_MIN
+from kvrouter.router.route.placement.candidates import DRAINING
+from kvrouter.router.route.placement.lenders import PULL_LATENCY_S
 from kvrouter.router.route.placement.planned_pull import PlannedPull
 from kvrouter.router.serve.proxy.kv_source import REMOVED_FIELDS
 from tests.contract.picker_support import Door
 from tests.contract.proxy_support import CHAT, COMPLETIONS, ProxyServer, fleet, until
-from tests.contract.test_quality import PREDICTED, TOKENS, answer, counted
-from tests.support.scripted_engine import plain, reset
+from tests.contract.test_quality import PREDICTED, TOKENS, answer, counted, events, usage
+from tests.support.placing_stage import Stage, hit
+from tests.support.scripted_engine import Asked, Wire, plain, reset, stream
 
 RESPONSES, MESSAGES, GENERATE = "/v1/responses", "/v1/messages", "/inference/v1/generate"
 MESSAGE = [{"role": "user", "content": "hi"}]
@@ -291,7 +299,7 @@ def test_a_pull_is_judged_apart_from_the_engines_own_tiers(
         assert router.sample("expectation_error_tokens_bucket", model="m", le="0.0") == (cached <= 98)
         (row,) = router.get("/workers/w0")["workers"]
         assert row["reuse"]["delivered_tokens"] == cached - fetched
-        assert router.placer.placed[0].reused_tokens is None
+        assert router.placer.placed[0].reused_tokens == cached
 
 
 @pytest.mark.parametrize(
@@ -311,3 +319,79 @@ def test_a_fleet_that_fetches_nothing_has_no_counts_of_pulls() -> None:
         until(lambda: counted(router) == {"exact": 1}, "it is counted")
         labels = {"model": "m", "worker": "w0", "outcome": "none"}
         assert router.registry.get_sample_value("kvrouter_peer_pulls_total", labels) is None
+
+
+# From the engine's answer to the price of the next pull.
+
+LONG, LENT, RATE = 8_192, 7_936, 10_000.0
+HOSTS = HostPair("m", "host-w1", "host-w0")
+
+
+def lending(router: ProxyServer) -> Stage:
+    """Have a real placer choose, whose clock stands still: `w1` holds prompts, takes none, and lends them to `w0`."""
+    source = WorkerKey("m", "w1")
+    fetching = msgspec.structs.replace(hit("w0"), pulls=(Pull(source, LENT),))
+    stage = Stage(fetching, hit("w1", LENT), unavailable={"w1": DRAINING})
+    stage.fleet.peers |= {name: PeerAddress(f"host-{name}", 5_710, "same") for name in ("w0", "w1")}
+    weights = stage.placer.weights
+    for _ in range(SAMPLES_MIN):
+        weights.rates_of(WorkerKey("m", "w0")).first_token(10_000, 0, 0, 10_000 / RATE)
+    weights.tick(stage.fleet.workers(), stage.now)
+    router.proxy._placer = stage.placer  # type: ignore[assignment]
+    return stage
+
+
+def long_prompt(first: int) -> dict[str, Any]:
+    return {"model": "m", "prompt": [first, *range(1, LONG)], "stream": True}
+
+
+def judged(router: ProxyServer, outcome: str, number: int) -> None:
+    until(lambda: router.sample("peer_pulls_total", worker="w0", outcome=outcome) == number, "they are judged")
+
+
+def test_answers_with_all_blocks_teach_how_fast_hosts_exchange_them() -> None:
+    token_s = 3e-5
+    with fleet(EMPTY, EMPTY) as (router, engine, _):
+        stage = lending(router)
+        transfers, cpu_cost = stage.placer.weights.transfers, stage.placer.weights.token_costs[1]
+
+        async def slow(asked: Asked, wire: Wire) -> None:
+            stage.now += (LONG - LENT + LENT * cpu_cost) / RATE + PULL_LATENCY_S + LENT * token_s
+            await stream(events(None, usage(LENT, LONG)))(asked, wire)
+
+        engine.script = slow
+        for number in range(SAMPLES_MIN):
+            assert router.post(COMPLETIONS, long_prompt(number))[0] == 200
+            assert b"remote_kv_source" in engine.asked[-1].body
+            judged(router, "whole", number + 1)
+        assert transfers.rate(HOSTS, 0, RATE)[0] == pytest.approx(token_s)
+
+
+def test_answers_without_the_blocks_end_the_pulls() -> None:
+    with fleet(stream(events(None, usage(0, LONG))), EMPTY) as (router, engine, _):
+        lending(router)
+        for number in range(20):
+            assert router.post(COMPLETIONS, long_prompt(number))[0] == 200
+            if b"remote_kv_source" not in engine.asked[-1].body:
+                break
+            judged(router, "none", number + 1)
+        else:
+            raise AssertionError("blocks that never arrive are fetched again and again")
+        assert number
+
+
+def test_a_source_lends_once_for_a_request_that_is_sent_twice() -> None:
+    with fleet(EMPTY, EMPTY, EMPTY) as (router, first, _, second):
+        stage = lending(router)
+        stage.fleet.known.append(msgspec.structs.replace(hit("w2"), pulls=stage.fleet.known[0].pulls))
+        stage.fleet.peers["w2"] = stage.fleet.peers["w0"]
+        loads, lent = stage.placer.weights.table.loads, []
+
+        async def once(asked: Asked, wire: Wire) -> None:
+            lent.append(loads[WorkerKey("m", "w1")].lent_tokens)
+            await (reset if len(lent) == 1 else answer(LENT))(asked, wire)
+
+        first.script = second.script = once
+        assert router.post(COMPLETIONS, long_prompt(0))[0] == 200
+        assert lent == [LENT, LENT]
+        until(lambda: not loads, "the request has ended")

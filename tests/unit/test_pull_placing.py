@@ -273,7 +273,7 @@ def test_the_engines_report_of_a_pull_changes_no_expectation() -> None:
     "fields",
     [
         {"answers": 2},
-        {"without_cache": frozenset({"vllm"})},
+        {"may_pull": False},
         {"is_owned": True, "pinned": "a"},
         {"exclude_workers": frozenset({key("w")})},
     ],
@@ -281,7 +281,7 @@ def test_the_engines_report_of_a_pull_changes_no_expectation() -> None:
 def test_some_requests_fetch_nothing(fields: dict[str, Any]) -> None:
     on = stage()
     asked = request()
-    of_question = {name: value for name, value in fields.items() if name in (*OF_QUESTION, "without_cache")}
+    of_question = {name: value for name, value in fields.items() if name in OF_QUESTION}
     others = {name: value for name, value in fields.items() if name not in of_question}
     question = msgspec.structs.replace(asked.question, **of_question)
     placement = on.placer.reserve(msgspec.structs.replace(asked, question=question, **others))

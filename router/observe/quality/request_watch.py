@@ -526,9 +526,8 @@ class RequestWatch:
         )
         errors.expectation.observe(error_of(report.delivered + report.fetched, report.expected, most))
         (metrics.under if error > 0 else metrics.over).inc(abs(error))
-        if same_life and report.pull is None:
-            # With a pull, the report does not show what the prompts ahead have added.
-            placement.reused(report.delivered)
+        if same_life:
+            placement.reused(report.delivered + report.fetched)
         hit = placement.choice.hit
         if same_life and not hit.approximate:
             # The prompts of a list are at the worker at the same time.

@@ -178,7 +178,7 @@ class Decider:
             NoWorker: No worker may take the prompt now.
         """
         question, unavailable = request.question, _takes_requests if request.is_owned else self._unavailable
-        everybody = self._hits(request)
+        everybody = self._fleet.hits(question)
         eligible = candidates(everybody, question, request.pinned, unavailable)
         prefillers = NOBODY if anyway else self._prefillers(question.model)
         hits, prefill_hits = split_by_role(eligible.hits, prefillers) if prefillers else (eligible.hits, [])
@@ -220,14 +220,6 @@ class Decider:
         prompt.new_tokens -= max(computing.hit.on_gpu, context.pending.get(computing.hit.worker, 0))
         expected = self._expected(question, choice, prompt, now)
         return msgspec.structs.replace(choice, url=self._fleet.url(choice.hit.worker), expected=expected), prompt
-
-    def _hits(self, request: PlacementRequest) -> Sequence[Hit]:
-        """Return the hits of all workers of the request's model, without sources if the request can name none."""
-        hits = self._fleet.hits(request.question)
-        # Sequences that fetch at once would need a name of the fetch each, and none of their reports could be judged.
-        if request.may_pull and request.sequences == 1:
-            return hits
-        return [msgspec.structs.replace(hit, pulls=()) if hit.pulls else hit for hit in hits]
 
     def takers(self, model: str) -> list[WorkerKey]:
         """Return the workers that may take a prompt of this model now.
@@ -337,7 +329,7 @@ class Decider:
         """Return another worker to compute the prompt for the chosen one, or None if none is worth it."""
         question = request.question
         try:
-            eligible = candidates(self._hits(request), question, request.pinned, self._unavailable)
+            eligible = candidates(self._fleet.hits(question), question, request.pinned, self._unavailable)
         except RouterError:
             # All workers of the model, or the pinned one, may have been removed since the choice.
             return None
@@ -464,9 +456,12 @@ def _takes_requests(worker: WorkerKey) -> None:
 
 
 def _may_fetch(request: PlacementRequest) -> bool:
-    """Return whether a worker may fetch blocks for the request: one sequence, whose prompt is known here as a whole."""
-    question = request.question
-    return not (question.parts or question.without_cache or request.is_owned) and request.sequences == 1
+    """Return whether a worker may fetch blocks for the request.
+
+    Sequences that fetch at once would need a name of the fetch each, and none of their reports could be judged. The prompt
+    of a request with an owner is not known here as a whole.
+    """
+    return request.may_pull and not request.is_owned and request.sequences == 1
 
 
 def _furthest(first: Mapping[WorkerKey, int], second: Mapping[WorkerKey, int]) -> Mapping[WorkerKey, int]:

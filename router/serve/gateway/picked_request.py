@@ -21,7 +21,7 @@ from kvrouter.router.serve.gateway.gateway_metrics import GatewayMetrics
 from kvrouter.router.serve.gateway.process_stream import GatewayRequest
 from kvrouter.router.serve.proxy.admission import Admission
 from kvrouter.router.serve.proxy.attempt import named
-from kvrouter.router.serve.proxy.proxy import ERROR_IN_STREAM, computed_at, is_event_stream, outcome_of, pull_of
+from kvrouter.router.serve.proxy.proxy import ERROR_IN_STREAM, computed_at, is_event_stream, outcome_of
 from kvrouter.router.serve.proxy.request_reader import Request
 from kvrouter.router.serve.proxy.stored_responses import MadeResponse, StoredResponses
 
@@ -133,7 +133,7 @@ class PickedRequest:
             # The gateway used one of the fallbacks.
             hit = destination.hits[destination.endpoints.index(endpoint)]
             self._exchange.failed(SERVED_ELSEWHERE)
-            if pull_of(placement) is not None:
+            if placement.pull is not None:
                 # The fallback got the same source, and nobody planned what it fetches.
                 self._predicted = False
                 watch.handed_over()

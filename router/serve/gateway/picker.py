@@ -44,7 +44,7 @@ from kvrouter.router.serve.proxy.attempts import AttemptsSpent
 from kvrouter.router.serve.proxy.body_decoding import BodyDecoding
 from kvrouter.router.serve.proxy.kv_transfer_params import can_be_handed_over
 from kvrouter.router.serve.proxy.prefill_leg import Given, excluding
-from kvrouter.router.serve.proxy.proxy import Proxy, pull_of, sourced_body
+from kvrouter.router.serve.proxy.proxy import Proxy, sourced_body
 from kvrouter.router.serve.proxy.request_reader import Request
 from kvrouter.router.serve.proxy.worker_addresses import Addresses
 
@@ -289,7 +289,7 @@ class Picker:
         if comparison is not None:
             # A few more than needed, because some may be behind the same endpoint.
             others = [comparison.hits[index] for index in comparison.best(1 + 2 * self._fallbacks)[1:]]
-            if (pull := pull_of(placement)) is not None:
+            if (pull := placement.pull) is not None:
                 # All endpoints get the same request, and no engine can fetch from itself.
                 others = [hit for hit in others if hit.worker != pull.source]
             placement.choice = placement.choice.alone()
@@ -317,8 +317,8 @@ class Picker:
         if sent is not client.headers:
             headers += [header for header in sent if header not in client.headers]
         body: bytes | None = given.body
-        if (pull := pull_of(placement)) is not None:
-            body = sourced_body(request, given.body, pull, placement)
+        if (pull := placement.pull) is not None:
+            body = sourced_body(request, given.body, placement)
             headers.append((h.KV_SOURCE, h.named_in_header(f"{bracketed(pull.host)}:{pull.port}").encode()))
         elif body is client.body:
             body = None

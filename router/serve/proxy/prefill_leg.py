@@ -8,7 +8,7 @@ prefill worker; one that two engines may have started is not sent again.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -19,10 +19,8 @@ from kvrouter.router.model.upstream.failure import Failure, Kind
 from kvrouter.router.route.placement.placement_request import Placement, PlacementRequest, PrefillPart
 from kvrouter.router.serve.proxy.attempt import Attempt, named
 from kvrouter.router.serve.proxy.attempts import GONE_STATUSES
-from kvrouter.router.serve.proxy.kv_source import with_source
 from kvrouter.router.serve.proxy.kv_transfer_params import (
     MAX_ANSWER_BYTES,
-    PARAMS,
     NothingGiven,
     decode_body,
     given_params,
@@ -99,7 +97,7 @@ class PrefillLeg:
                 host_port = addresses.targets[part.worker].host_port
                 return Given(request.body, [(h.PREFILLER, host_port)])
             try:
-                params = await self._prefill(request, part, failed)
+                params = await self._prefill(request, part)
             except Failure as failure:
                 self._count(FAILED)
                 failed |= addresses.sharing(part.worker)
@@ -118,18 +116,14 @@ class PrefillLeg:
                 return Given(decode_body(request.body, params), [])
         return Given(request.body, [])
 
-    async def _prefill(self, request: Request, part: PrefillPart, failed: Container[WorkerKey]) -> msgspec.Raw:
+    async def _prefill(self, request: Request, part: PrefillPart) -> msgspec.Raw:
         """Send the prompt to the prefill worker and return its `kv_transfer_params`.
 
-        The worker fetches no blocks from a worker in `failed`. Raises Failure if it does not answer, and _Declined if it
-        answers without them.
+        Raises Failure if the worker does not answer, and _Declined if it answers without them.
         """
         # The router reads this answer itself, so the worker must not compress it.
         headers = [(name, value) for name, value in request.headers if name != b"accept-encoding"]
-        body, pull = prefill_body(request.body), part.choice.pull
-        if pull is not None and pull.source not in failed:
-            body = with_source(body, (PARAMS,), pull.source_params(part.reservation_id))
-        sent = await self._sending.send(request, part.worker, body, headers)
+        sent = await self._sending.send(request, part.worker, prefill_body(request.body), headers)
         connection, status = sent.connection, sent.head.status
         answer = bytearray()
 

@@ -8,7 +8,7 @@ engine's errors go to the client unchanged; the router's own errors say what to 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
@@ -30,7 +30,6 @@ from kvrouter.router.observe.quality.request_watch import Quality
 from kvrouter.router.route.owners.response_owners import ResponseOwners
 from kvrouter.router.route.placement.placement_request import Placement, PlacementRequest
 from kvrouter.router.route.placement.placer import Placer
-from kvrouter.router.route.placement.planned_pull import PlannedPull
 from kvrouter.router.route.tokens.proxied_paths import route_of
 from kvrouter.router.serve.proxy.admission import Admission
 from kvrouter.router.serve.proxy.attempt import Attempt, Sent, error_of, named
@@ -346,9 +345,7 @@ class Proxy:
                     request, placement_request, placement, self.addresses(), failed
                 )
                 body, added = given.body, given.headers
-            pull = pull_of(placement, failed)
-            if pull is not None:
-                body = sourced_body(request, body, pull, placement)
+            body = sourced_body(request, body, placement)
             sent = await self._sending.send(request, placement.worker, body, request.headers, added)
         except BaseException:
             placement.done()
@@ -413,20 +410,11 @@ def computed_at(placement: Placement) -> WorkerKey | None:
     return placement.prefilled_at if placement.prefill is None else placement.prefill.worker
 
 
-def pull_of(placement: Placement, failed: Collection[WorkerKey] = ()) -> PlannedPull | None:
-    """Return the pull that the request to the placement's worker names, or None.
-
-    There is none where another worker computes the prompt, and none from a worker that has failed this request.
-    """
-    pull = placement.choice.pull
-    if pull is None or pull.source in failed or computed_at(placement) is not None:
-        return None
-    return pull
-
-
-def sourced_body(request: Request, body: bytes, pull: PlannedPull, placement: Placement) -> bytes:
-    """Return the body for the placement's worker with the source of the pull, and report it to the request's watch."""
-    client_body = request.client_body
+def sourced_body(request: Request, body: bytes, placement: Placement) -> bytes:
+    """Return the body for the placement's worker with the source of its pull, if it has one, and report that to the watch."""
+    pull, client_body = placement.pull, request.client_body
+    if pull is None:
+        return body
     assert client_body is not None
     request.watch.pulling(pull)
     return with_source(body, client_body.fields, pull.source_params(placement.selection_id))
