@@ -23,8 +23,9 @@ from tests.engine.offload_workload import SHAPES, Work, alike, workload
 from tests.support.ports import free_port
 
 ENGINES = 3
-# Prompts that run at the same time in each engine.
-AT_ONCE = 2
+# Prompts that run at the same time in each engine. vLLM's CPU build answers a model with states otherwise if two prompts
+# share a step, even without any cache (10 of 14 prompts), so such a prompt runs alone.
+AT_ONCE = {"windows": 2, "states": 1}
 # The share of prompts that name no source.
 ALONE = 0.1
 # The share of the others that name the engine that ran their conversation last.
@@ -144,8 +145,12 @@ def request(work: Work, source: int | None, **more: Any) -> dict[str, Any]:
 
 @contextmanager
 def without_cache(folder: Path, shape: str, model: Path) -> Iterator[OffloadEngine]:
-    """Run an engine that reuses nothing."""
-    with OffloadEngine(folder, model, SHAPES[shape].gpu_blocks, None, patch=False, prefix_caching=False) as engine:
+    """Run an engine that reuses nothing; with states, one that reuses what is on the GPU.
+
+    Without prefix caching, vLLM cuts the prompts of a model with states in other places, and some answers differ.
+    """
+    caches = shape == "states"
+    with OffloadEngine(folder, model, SHAPES[shape].gpu_blocks, None, patch=False, prefix_caching=caches) as engine:
         yield engine
 
 
@@ -158,7 +163,6 @@ class Proof:
     folder: Path
     seed: int
     prompts: int
-    at_once: int = AT_ONCE
     progress: Callable[[str], None] = field(default=lambda line: None)
 
     def run(self, predictor: Predictor | None = None) -> Summary:
@@ -188,7 +192,7 @@ class Proof:
                 engine.do("take_slowest_s")
             works = list(workload(self.shape, self.seed, self.prompts))
             while works:
-                batches = [[works.pop(0) for _ in range(min(self.at_once, len(works)))] for _ in engines]
+                batches = [[works.pop(0) for _ in range(min(AT_ONCE[self.shape], len(works)))] for _ in engines]
                 self._round(engines, plain, batches, ports, chooser, summary)
                 self.progress(
                     f"{self.shape}: {summary.prompts} of {self.prompts} prompts, {summary.wrong_answers} wrong, "
@@ -215,8 +219,7 @@ class Proof:
                     for work, plan in zip(batch, planned, strict=True)
                 ]
             )
-        plain.begin([request(work, None) for batch in batches for work in batch])
-        truths = iter(plain.answers())
+        truths = iter([plain.run(work.token_ids, work.max_tokens) for batch in batches for work in batch])
         for engine, batch, planned in zip(engines, batches, plans, strict=True):
             for work, plan, answer in zip(batch, planned, engine.answers(), strict=True):
                 self._count(work, plan, answer, next(truths), summary)

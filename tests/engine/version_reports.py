@@ -89,6 +89,7 @@ def expected_catalog(engine: Engine) -> dict[str, Any]:
         "engine_version": vllm.__version__,
         "connectors": ["OffloadingConnector"] if layout.cpu_chunks else [],
         "offload_partial_hits": None,
+        "peer": None,
     }
 
 

@@ -56,14 +56,15 @@ class Twins:
     def serve(self, prompt: list[int]) -> int:
         """Look a prompt up until what can be loaded is known, in both worlds, and return it."""
         text, offload = self.reader.text(prompt), offload_of(self.reader)
-        job = self.reader.prepare(text, 1, peer=PeerWish(offload_of(self.source).lender, 10.0))
+        simulated = PeerWish(offload_of(self.source).lender, 10.0)
+        job = self.reader.prepare(text, 1, peer=simulated)
         wish = self.real_reader.wish(self.real_source, 10.0)
         # The simulated tier knows from the start what the source holds, so both query it for all chunks.
         for key in self.keys(text.hashes):
             self.real_reader.tiers.look_up(real(key), wish)
             if offload.tier.lookup(key) is False:
-                offload._can_fetch(job.peer, key)
-        offload.query(job.peer)
+                offload._can_fetch(simulated, key)
+        offload.query(simulated)
         self.real_reader.tiers.end_step()
         self.turn()
         for _ in range(2 * LONGEST_CHUNKS):

@@ -129,9 +129,9 @@ class HandOvers:
 
     async def _of_all(self, request: WarmQuery | WarmStop) -> list[HandOverPart]:
         receivers = [
-            _Receiver(worker, _lending(stream))
+            _Receiver(worker, address)
             for worker, stream in self._registry.streams.items()
-            if _lending(stream) is not None
+            if (address := _lending(stream)) is not None
         ]
         answers = await self._ask([(receiver, request) for receiver in receivers])
         return [
@@ -159,11 +159,11 @@ class HandOvers:
                 continue
             if to is not None and worker.worker_id not in to:
                 continue
-            problem = self._problem(worker, address)
-            if problem is not None or _lending(stream) is None:
+            problem, own_address = self._problem(worker, address), _lending(stream)
+            if problem is not None or own_address is None:
                 reasons.append(f"{worker.route_name} {problem}")
             else:
-                receivers.append(_Receiver(worker, _lending(stream)))
+                receivers.append(_Receiver(worker, own_address))
         for name in () if to is None else sorted(set(to) - {worker.worker_id for worker in self._registry.streams}):
             reasons.append(f"{printable(name)} is not registered")
         if not receivers and not reasons:
