@@ -75,6 +75,7 @@ DECISION = SELECTED | {
         "completion_tokens": None,
         "ttft_s": 0.25,
         "e2e_s": 0.5,
+        "fetched_tokens": 1,
     },
     "earlier": ["s0"],
     "pull": {
@@ -83,7 +84,6 @@ DECISION = SELECTED | {
         "tokens": 3,
         "fetched_tokens": 1,
         "timeout_s": 0.1,
-        "delivered_tokens": 1,
     },
 }
 
@@ -152,9 +152,9 @@ def test_a_request_is_explained_by_its_id(stub: StubRouter, capsys: pytest.Captu
     out = capsys.readouterr().out
     assert "m, 3 tokens, proof: exact" in out and "... and 3 more workers" in out
     assert "w0 (http://e:8000): reuses 2 of 3 tokens" in out
-    assert "outcome: ok; predicted 2 tokens, reused 1 tokens, first token after 0.25 s, over after 0.5 s" in out
+    assert "outcome: ok; predicted 2 tokens, reused 1 tokens, fetched 1 tokens, first token after 0.25 s, over after 0.5 s" in out
     assert "attempts before it: s0" in out
-    assert "fetches 1 tokens from w1, waits 0.1 s at most; 1 of them were reused" in out
+    assert "fetches 1 tokens from w1, waits 0.1 s at most" in out
     assert run(["explain", "--url", stub.url, "--request", "a/b c", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == DECISION
 
