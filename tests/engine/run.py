@@ -47,7 +47,8 @@ NIXL = ["nixl-cu12==1.5.1"]
 LEFT_OUT = re.compile(r"^(torch|torchaudio|torchvision|torchcodec)\b")
 TESTING = ["pytest>=8.3,<10", "pytest-xdist>=3.6,<4", "hypothesis>=6.100,<7", "httpx>=0.27,<1"]
 # The tests of a file share their engine, whose start takes the longest. A process of these tests takes 1 to 2 GB.
-PARALLEL = ["--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile", "--no-loadscope-reorder"]
+# Tests marked as slow run only where their file is named, as by `make hand-over-proof`.
+PARALLEL = ["--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile", "--no-loadscope-reorder", "-m", "not slow"]
 # A name that no process of pytest-xdist has here: `tests/support/ports.py` gives each name its own range of ports.
 BESIDE = "gw9"
 

@@ -36,7 +36,9 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-@pytest.mark.parametrize("way", ["drain --hand-over", "the wire", "none"])
+@pytest.mark.parametrize(
+    "way", ["drain --hand-over", *(pytest.param(way, marks=pytest.mark.slow) for way in ("the wire", "none"))]
+)
 def test_three_engines_reuse_what_the_fourth_handed_over(
     way: str,
     stack: ExitStack,

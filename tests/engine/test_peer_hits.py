@@ -71,7 +71,7 @@ def hits(engines: list[OffloadEngine], token_ids: tuple[int, ...]) -> list[Hit]:
     return sorted(found, key=lambda hit: hit.worker.worker_id)
 
 
-@pytest.mark.parametrize("chunk", [1, 2])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_hit_with_a_source_is_what_an_engine_reuses_that_fetches(
     shape: str, chunk: int, models: Callable[[str], Path], tmp_path: Path, seed: int

@@ -152,7 +152,10 @@ def test_a_request_is_explained_by_its_id(stub: StubRouter, capsys: pytest.Captu
     out = capsys.readouterr().out
     assert "m, 3 tokens, proof: exact" in out and "... and 3 more workers" in out
     assert "w0 (http://e:8000): reuses 2 of 3 tokens" in out
-    assert "outcome: ok; predicted 2 tokens, reused 1 tokens, fetched 1 tokens, first token after 0.25 s, over after 0.5 s" in out
+    assert (
+        "outcome: ok; predicted 2 tokens, reused 1 tokens, fetched 1 tokens, first token after 0.25 s, over after 0.5 s"
+        in out
+    )
     assert "attempts before it: s0" in out
     assert "fetches 1 tokens from w1, waits 0.1 s at most" in out
     assert run(["explain", "--url", stub.url, "--request", "a/b c", "--json"]) == 0
