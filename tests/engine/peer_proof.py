@@ -24,8 +24,9 @@ from tests.support.ports import free_port
 
 ENGINES = 3
 # Prompts that run at the same time in each engine. vLLM's CPU build answers a model with states otherwise if two prompts
-# share a step, even without any cache (10 of 14 prompts), so such a prompt runs alone.
-AT_ONCE = {"windows": 2, "states": 1}
+# share a step, even without any cache (10 of 14 prompts). Two prompts of 900 tokens with windows may each wait for GPU
+# blocks that the other one holds, with no fetch or load under way.
+AT_ONCE = {"windows": 1, "states": 1}
 # The share of prompts that name no source.
 ALONE = 0.1
 # The share of the others that name the engine that ran their conversation last.
