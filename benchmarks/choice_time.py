@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -35,6 +35,7 @@ from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.router.route.placement.choose import choose
 from kvrouter.router.route.placement.copies import Copies
 from kvrouter.router.route.placement.cost import ChoiceContext
+from kvrouter.router.route.placement.decider import HitSource
 from kvrouter.router.route.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.route.placement.placement_request import PlacementRequest
 from kvrouter.router.route.placement.placer import Placer
@@ -79,8 +80,8 @@ def fastest_us(call: Callable[[], object], rounds: int) -> float:
     return min(rounds_us)
 
 
-def measure(workers: int, rounds: int) -> tuple[float, float, float]:
-    fleet = PartlyFilledFleet(workers)
+def loaded_placer(fleet: HitSource, keys: Sequence[WorkerKey]) -> Placer:
+    """Return a placer whose engines report load, half of them with a reservation, too."""
     placer = Placer(
         fleet,
         config=Config(),
@@ -89,10 +90,16 @@ def measure(workers: int, rounds: int) -> tuple[float, float, float]:
         rng=random.Random(1),
         new_id=lambda: "one",
     )
-    for number, key in enumerate(fleet.keys):
+    for number, key in enumerate(keys):
         placer.take_engine_load(key, EngineLoad(1, 4, 0.5))
         if number % 2:
             placer.weights.table.reserve(f"r{number}", key, 1_000 + number, 2_000, time.monotonic())
+    return placer
+
+
+def measure(workers: int, rounds: int) -> tuple[float, float, float]:
+    fleet = PartlyFilledFleet(workers)
+    placer = loaded_placer(fleet, fleet.keys)
     copies = Copies([128.0 * piece for piece in range(NUM_TOKENS // 256)], 256)
     context = ChoiceContext(NUM_TOKENS, placer.weights, writes=fleet.writes("m"), copies=copies)
     rng, ask = random.Random(2), PlacementRequest(fleet.question)

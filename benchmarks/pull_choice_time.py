@@ -18,21 +18,16 @@ from collections.abc import Callable
 
 import msgspec
 
-from benchmarks.choice_time import CALLS, NUM_TOKENS, WORKERS, PartlyFilledFleet
+from benchmarks.choice_time import CALLS, NUM_TOKENS, WORKERS, PartlyFilledFleet, loaded_placer
 from benchmarks.report import parser_of, print_setting
 from kvrouter.events.patch.messages import PeerAddress
 from kvrouter.router.base.common.ids import WorkerKey
-from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.index.matching.pull import Pull
-from kvrouter.router.model.config.settings import Config
-from kvrouter.router.model.engines.engine_metrics import EngineLoad
 from kvrouter.router.route.placement.choose import choose
 from kvrouter.router.route.placement.copies import Copies
 from kvrouter.router.route.placement.cost import ChoiceContext
 from kvrouter.router.route.placement.lenders import Lenders
-from kvrouter.router.route.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.route.placement.placement_request import PlacementRequest
-from kvrouter.router.route.placement.placer import Placer
 
 GOAL = 1.3
 
@@ -64,18 +59,7 @@ class LendingFleet(PartlyFilledFleet):
 def steps(workers: int, sources: int) -> tuple[Callable[[], object], Callable[[], object]]:
     """Return a choice alone, and a whole reservation with its release."""
     fleet = LendingFleet(workers, sources)
-    placer = Placer(
-        fleet,
-        config=Config(),
-        metrics=PlacementMetrics(MetricRegistry()),
-        clock=time.monotonic,
-        rng=random.Random(1),
-        new_id=lambda: "one",
-    )
-    for number, key in enumerate(fleet.keys):
-        placer.take_engine_load(key, EngineLoad(1, 4, 0.5))
-        if number % 2:
-            placer.weights.table.reserve(f"r{number}", key, 1_000 + number, 2_000, time.monotonic())
+    placer = loaded_placer(fleet, fleet.keys)
     copies = Copies([128.0 * piece for piece in range(NUM_TOKENS // 256)], 256)
     lenders = Lenders(fleet, placer.weights, lambda worker: None)
     context = ChoiceContext(NUM_TOKENS, placer.weights, writes=fleet.writes("m"), copies=copies, lenders=lenders)

@@ -29,8 +29,8 @@ class RuleTables:
         self.exts = exts
         # The place bits of every hash, uint16, shape (rows of all workers, hashes); set for each question.
         self.rows = np.zeros((0, 0), np.uint16)
-        # Whose CPU tier lends chunks to the worker that is judged: its first row, -1 for nobody; and what an index in
-        # `exts` of the judged worker's group has to be increased by for the same group of the lender.
+        # The first row of the worker whose CPU tier lends chunks to the judged one, -1 if none does; and the difference
+        # between the indices of one group of both workers in `exts`, the lender's less that of the judged worker.
         self.lender_row = -1
         self.lender_shift = 0
         # Scratch space of the fixpoint: how far each spec group of full attention reaches, -1 if not computed yet.

@@ -150,7 +150,7 @@ class Costs(msgspec.Struct, frozen=True, gc=False):
     terms: list[Terms]
     # The places, among the hits, of saturated workers.
     saturated: set[int]
-    # By place among the hits, the pulls of the workers for which fetching costs less than computing.
+    # The pulls of the workers for which fetching costs less than computing, by their places among the hits.
     pulls: Mapping[int, PricedPull] = NO_PULLS
 
     @property

@@ -75,8 +75,7 @@ class Lenders:
         # A draining worker takes no requests, but holds its blocks until it ends.
         if (problem := self._unavailable(source)) is not None and problem != DRAINING:
             return None
-        load = self._weights.table.loads.get(source)
-        lent_tokens = 0 if load is None else load.lent_tokens
+        lent_tokens = self._lent_tokens(source)
         if lent_tokens >= MAX_LENT_TOKENS:
             return None
         return lent_tokens, self._weights.transfers.known_rates(source.model, address.host)
@@ -108,9 +107,15 @@ class Lenders:
         fetched_tokens = pull.tokens - hit.tokens
         rate = self._weights.prefill_rate(hit.worker)
         timeout_s = TIMEOUT_UNKNOWN_S if not rate else min(max(fetched_tokens / rate, TIMEOUT_MIN_S), TIMEOUT_MAX_S)
-        load = self._weights.table.loads.get(pull.source)
-        lent_tokens = 0 if load is None else load.lent_tokens
-        return PlannedPull(pull.source, address.host, address.port, pull.tokens, fetched_tokens, timeout_s, lent_tokens)
+        ahead_tokens = self._lent_tokens(pull.source)
+        return PlannedPull(
+            pull.source, address.host, address.port, pull.tokens, fetched_tokens, timeout_s, ahead_tokens
+        )
+
+    def _lent_tokens(self, source: WorkerKey) -> int:
+        """Return the tokens that a worker lends to requests now."""
+        load = self._weights.table.loads.get(source)
+        return 0 if load is None else load.lent_tokens
 
     def learn(
         self,

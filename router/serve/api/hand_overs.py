@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Request, Response
 
-from kvrouter.contract.hand_overs import DEFAULT_MAX_BYTES, DEFAULT_WITHIN_S, HandOverBody, HandOverReply
+from kvrouter.contract.hand_overs import DEFAULT_MAX_BYTES, DEFAULT_WITHIN_S, HandOverBody, HandOverPart, HandOverReply
 from kvrouter.router.base.common.errors import UnknownHandOver
 from kvrouter.router.model.workers.registration_from_body import dp_rank_of
 from kvrouter.router.serve.api.openapi import gives, takes
@@ -51,10 +52,7 @@ def hand_over_routes(hand_overs: HandOverPort) -> APIRouter:
     )
     async def progress(request: Request, number: Number) -> Response:
         """Query the engines that take over. Engines keep the results of their last 16 hand-overs."""
-        parts = await hand_overs.progress(number)
-        if not parts:
-            raise _unknown(number)
-        return respond(request, HandOverReply(number, parts))
+        return respond(request, _known(number, await hand_overs.progress(number)))
 
     @router.delete(
         "/hand_overs/{number}",
@@ -64,15 +62,15 @@ def hand_over_routes(hand_overs: HandOverPort) -> APIRouter:
     )
     async def stop(request: Request, number: Number) -> Response:
         """End a hand-over. Blocks that have arrived stay."""
-        parts = await hand_overs.stop(number)
-        if not parts:
-            raise _unknown(number)
-        return respond(request, HandOverReply(number, parts))
+        return respond(request, _known(number, await hand_overs.stop(number)))
 
     return router
 
 
-def _unknown(number: int) -> UnknownHandOver:
-    return UnknownHandOver(
-        f"no engine that answers knows the hand-over {number}: it restarted since, or had 16 further ones"
-    )
+def _known(number: int, parts: Sequence[HandOverPart]) -> HandOverReply:
+    """Return the parts of a hand-over as the answer. Raises UnknownHandOver if no engine knows it."""
+    if not parts:
+        raise UnknownHandOver(
+            f"no engine that answers knows the hand-over {number}: it restarted since, or had 16 further ones"
+        )
+    return HandOverReply(number, parts)
