@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from kvrouter.contract import fields
 
@@ -36,6 +36,10 @@ class WorkerLoadReply(msgspec.Struct, frozen=True):
     engine: Annotated[EngineReply | None, Meta(description="what the engine last reported; null: nothing")]
     prefill_rate: Annotated[float | None, Meta(description="measured tokens/s; null until measured")]
     decode_rate: Annotated[float | None, Meta(description="measured tokens/s; null until measured")]
+    lent_tokens: Annotated[
+        int | UnsetType,
+        Meta(description="tokens of its CPU tier that other workers fetch now; absent: its engine lends none"),
+    ] = UNSET
 
 
 class ModelLoadReply(msgspec.Struct, frozen=True):

@@ -91,6 +91,8 @@ class TinyCore:
         self.degraded: list[str] = []
         self.warned: list[str] = []
         self.unready: str | None = None
+        # Where engines lend blocks.
+        self.peers: dict[WorkerKey, PeerAddress] = {}
 
     def _maybe_fail(self) -> None:
         if self.fail is not None:
@@ -183,8 +185,7 @@ class TinyCore:
         return HASH_BLOCK_SIZE
 
     def peer(self, worker: WorkerKey) -> PeerAddress | None:
-        """Return None: no engine of this fleet lends blocks."""
-        return None
+        return self.peers.get(worker)
 
     def resume_rule(self, worker: WorkerKey) -> ResumeRule | None:
         return ResumeRule(HASH_BLOCK_SIZE, None)

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from kvrouter.contract.choices import SelectReply
+from kvrouter.events.patch.messages import PeerAddress
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.pull import Pull
 from kvrouter.router.index.matching.question import Hit
@@ -143,3 +144,22 @@ def test_a_reservation_whose_answer_names_no_source_has_none(
     body = ASKED | ({"worker_id": "w0"} if path == "/reservations" else {})
     assert call(app, "POST", path, body).status < 300
     assert asked == [may_pull]
+
+
+def test_loads_show_the_tokens_that_a_worker_lends_until_the_first_token(
+    core: TinyCore, pulls: None, app: HttpApi
+) -> None:
+    def lent() -> dict[str, int | None]:
+        (model,) = call(app, "GET", "/loads").json()
+        return {load["worker_id"]: load.get("lent_tokens") for load in model["loads"]}
+
+    assert lent() == {"w0": None, "w1": None}
+    core.peers[PULL.source] = PeerAddress(PULL.host, PULL.port, "same")
+    assert lent() == {"w0": None, "w1": 0}
+    call(app, "POST", "/select_and_reserve", ASKED | {"selection_id": "mine"})
+    assert lent() == {"w0": None, "w1": PULL.fetched_tokens}
+    # A worker that lends no longer may still be read from.
+    core.peers.clear()
+    assert lent() == {"w0": None, "w1": PULL.fetched_tokens}
+    call(app, "POST", "/reservations/mine/prefill_complete")
+    assert lent() == {"w0": None, "w1": None}

@@ -332,9 +332,16 @@ def test_a_source_is_shown_by_a_decision_a_prompt_and_its_worker(
             body["outcome"]["fetched_tokens"] = 6_880
         route.fulfill(content_type="application/json", body=json.dumps(body))
 
+    def lent(route: Route) -> None:
+        models = route.fetch().json()
+        for load in (load for model in models for load in model["loads"]):
+            load["lent_tokens"] = 7_000
+        route.fulfill(content_type="application/json", body=json.dumps(models))
+
     with closing(BrowserPage(chromium, router.port, viewport={"width": width, "height": 900})) as tab:
         for path in ("decisions/*", "query", "select", "workers"):
             tab.page.route(f"**/{path}", lending)
+        tab.page.route("**/loads", lent)
         page = tab.open("decisions")
         page.goto(f"{tab.address}#decisions/chat-50")
         text = "7,000 tokens from w6@1, waits 250 ms at most; 7,936 tokens are reused if all arrive"
@@ -352,7 +359,9 @@ def test_a_source_is_shown_by_a_decision_a_prompt_and_its_worker(
         expect(page.locator("[data-worker] >> nth=0")).to_contain_text("Would reuse 7,936 with blocks that w6@1 lends")
         fits(page, width)
         page.goto(f"{tab.address}#fleet/w0")
-        expect(page.locator("tr.details")).to_contain_text("blocks of its CPU tier, at [fd00::7]:5710")
+        expect(page.locator("tr.details")).to_contain_text(
+            "blocks of its CPU tier, at [fd00::7]:5710, now 7,000 tokens"
+        )
         fits(page, width)
         page.unroute_all(behavior="ignoreErrors")
 

@@ -26,4 +26,7 @@ class LoadMetrics:
         self.queued_tokens = worker_gauge("load_queued_tokens", "Prefill tokens queued at a worker, all routers")
         self.decode_tokens = worker_gauge("load_decode_tokens", "Context tokens decoded at a worker, all routers")
         self.requests = worker_gauge("load_requests", "Requests in flight at a worker, as known here")
+        self.lent_tokens = worker_gauge(
+            "load_lent_tokens", "Tokens of a worker's CPU tier that other workers fetch, all routers"
+        )
         self.saturated = worker_gauge("load_saturated", "1 while a worker is saturated, else 0")

@@ -44,6 +44,8 @@ class WorkerBacklog(msgspec.Struct, frozen=True):
     requests: int = 0
     # Whether the worker should get no further prompts.
     saturated: bool = False
+    # Tokens of its CPU tier that other workers fetch.
+    lent_tokens: int = 0
 
 
 class Correction(msgspec.Struct, frozen=True):
@@ -137,11 +139,12 @@ class LoadModel:
         queued = load.prefill_tokens if load is not None else 0
         decode = load.decode_tokens if load is not None else 0
         requests = load.requests if load is not None else 0
+        lent_tokens = load.lent_tokens if load is not None else 0
         if correction is not None:
             queued += correction.foreign_prefill_tokens
             decode += correction.foreign_decode_tokens
             requests += min(correction.foreign, correction.engine_load.requests)
-        return WorkerBacklog(queued, decode, requests, self.is_saturated(queued, correction))
+        return WorkerBacklog(queued, decode, requests, self.is_saturated(queued, correction), lent_tokens)
 
     def is_saturated(self, queued_tokens: int, correction: Correction | None) -> bool:
         """Return whether a worker is saturated.

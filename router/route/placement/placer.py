@@ -46,6 +46,8 @@ class WorkerLoadView(msgspec.Struct, frozen=True):
 
     worker: WorkerKey
     burden: WorkerBacklog
+    # Whether its engine lends blocks of its CPU tier.
+    lends: bool
     engine: Correction | None
     # Tokens a second; None if not measured yet.
     prefill_rate: float | None
@@ -385,6 +387,7 @@ class Placer:
                 WorkerLoadView(
                     worker,
                     self.weights.burden(worker),
+                    self._fleet.peer(worker) is not None,
                     self.weights.corrections.get(worker),
                     speed.prefill_rate if speed is not None else None,
                     speed.decode_rate if speed is not None else None,
@@ -448,4 +451,5 @@ class Placer:
             metrics.queued_tokens(worker).set(burden.queued_tokens)
             metrics.decode_tokens(worker).set(burden.decode_tokens)
             metrics.requests(worker).set(burden.requests)
+            metrics.lent_tokens(worker).set(burden.lent_tokens)
             metrics.saturated(worker).set(burden.saturated)

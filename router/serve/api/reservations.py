@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
+from msgspec import UNSET
 
 from kvrouter.contract.loads import EngineReply, ModelLoadReply, WorkerLoadReply
 from kvrouter.contract.reservations import EndedReply, ReservationBody, ReservedReply
@@ -148,4 +149,5 @@ def _worker_load(view: WorkerLoadView, worker_id: str | int, block_tokens: int, 
         engine,
         view.prefill_rate,
         view.decode_rate,
+        burden.lent_tokens if view.lends or burden.lent_tokens else UNSET,
     )

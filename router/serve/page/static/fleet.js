@@ -61,7 +61,7 @@ function facts({ worker, load, capacity }) {
     ["Predictions", reuse?.answers ? `${percent(reuse.delivered_tokens, reuse.predicted_tokens)} of predicted tokens reused, ${counted(reuse.answers, "answer")}` : "no answer yet"],
     ["Texts", tokens ? `${tokens.way === "none" ? "not tokenized" : `tokenized by ${tokens.way}`}${tokens.problem ? `: ${tokens.problem}` : ""}` : "–"],
     ["Listed by", worker.source],
-    ...worker.peer ? [["Lends", `blocks of its CPU tier, at ${peerAddress(worker.peer)}`]] : [],
+    ...worker.peer ? [["Lends", `blocks of its CPU tier, at ${peerAddress(worker.peer)}${load?.lent_tokens ? `, now ${counted(load.lent_tokens, "token")}` : ""}`]] : [],
   ];
 }
 
