@@ -161,6 +161,9 @@ class PeerAddress(msgspec.Struct, frozen=True, omit_defaults=True):
     token_bytes: int = 0
     # The public CURVE key of the socket at which it lends; empty without encryption.
     key: str = ""
+    # Names the machine, or the container if it has a network of its own: loopback addresses lead to the same engine only
+    # within it. Empty if that is not known.
+    machine: str = ""
 
 
 class DeclaredCatalog(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -67,6 +67,20 @@ def test_engines_that_lend_on_loopback_exchange_only_within_their_machine() -> N
     assert exchange("tcp://10.0.0.6:1") != exchange("tcp://10.0.0.5:1") != DECLARED.exchange
 
 
+def test_machines_behind_tunnels_are_distinguished_by_the_name_that_their_engines_declare() -> None:
+    def exchange(machine: str, endpoint: str, host: str = "127.0.0.1") -> str:
+        address = lending_address(changed(host=host, machine=machine), [endpoint])
+        assert address is not None and address.host == "127.0.0.1"
+        return address.exchange
+
+    # Each is reached over a tunnel that begins at a loopback address of the router's machine.
+    assert exchange("a", "tcp://127.0.0.1:1") != exchange("b", "tcp://127.0.0.1:2")
+    assert exchange("a", "tcp://127.0.0.1:1", "*") != exchange("b", "tcp://127.0.0.1:2", "*")
+    # One machine under two names.
+    assert exchange("a", "tcp://127.0.0.1:1") == exchange("a", "tcp://10.0.0.5:1")
+    assert lending_address(changed(machine="a"), []) == changed(machine="a")
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -80,6 +94,7 @@ def test_engines_that_lend_on_loopback_exchange_only_within_their_machine() -> N
         {"host": "a\n"},
         {"exchange": ""},
         {"exchange": "a" * 10_000},
+        {"machine": "a" * 10_000},
         {"resets": -1},
         {"token_bytes": -1},
     ],

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from kvrouter.engine_patch.offload.peer import peering
+from kvrouter.engine_patch.offload.peer import peer_access, peering
 from kvrouter.engine_patch.offload.peer.lender import PeerFacts
+from kvrouter.engine_patch.offload.peer.peer_access import MACHINE_CHARS, machine
 from kvrouter.engine_patch.offload.peer.peer_wire import VERSION, Hello
 from kvrouter.engine_patch.offload.peer.peering import Peering, exchange, is_wildcard
 from kvrouter.events.patch.messages import PeerAddress
@@ -37,6 +39,23 @@ def test_a_wildcard_is_known(host: str, wildcard: bool) -> None:
     assert is_wildcard(host) is wildcard
 
 
+def test_a_machine_has_one_name_for_each_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    boot_id, network = tmp_path / "boot_id", tmp_path / "net"
+    boot_id.write_text("ddd7c02f-5a86-4d93-91e2-38b418717fd9\n")
+    network.touch()
+    for name, path in (("BOOT_ID", boot_id), ("NETWORK", network)):
+        monkeypatch.setattr(peer_access, name, path)
+    names = [machine(), machine()]
+    # Another network of the same machine, as a container has it.
+    monkeypatch.setattr(peer_access, "NETWORK", tmp_path)
+    names.append(machine())
+    boot_id.write_text("0aa7c02f-5a86-4d93-91e2-38b418717fd9\n")
+    names.append(machine())
+    assert names[0] == names[1] and len(set(names)) == 3 and len(names[0]) == MACHINE_CHARS
+    boot_id.unlink()
+    assert machine() == ""
+
+
 @pytest.mark.parametrize("key", ["", "k" * 40])
 def test_the_address_has_the_key_that_clients_of_the_socket_need(key: str) -> None:
     # NIXL, which a whole Peering starts, is not needed for its address.
@@ -44,4 +63,4 @@ def test_the_address_has_the_key_that_clients_of_the_socket_need(key: str) -> No
     vars(lending).update(
         _facts=lambda: FACTS, _server=object(), _host="0.0.0.0", _port=5710, _access=SimpleNamespace(public_key=key)
     )
-    assert lending.address(2, 64) == PeerAddress("*", 5710, exchange(FACTS), 2, 64, key)
+    assert lending.address(2, 64) == PeerAddress("*", 5710, exchange(FACTS), 2, 64, key, machine())

@@ -7,6 +7,7 @@ engine, and it reads only from listed addresses. Without CURVE, engines exchange
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 from pathlib import Path
 
@@ -17,6 +18,12 @@ from kvrouter.engine_patch.setup.client_gate import ClientList
 from kvrouter.events.transport.curve import KEY, CurveClient, public_key, read_secret
 
 LOCAL_NAMES = frozenset({"localhost"})
+# Linux: the first is another one after each start of a machine, and the containers of a machine share it; the second is
+# the network, which has a loopback interface of its own.
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+NETWORK = Path("/proc/self/ns/net")
+# Hex digits that name a machine, 128 bits: no two machines share them.
+MACHINE_CHARS = 32
 
 
 class PeerAccess:
@@ -86,3 +93,12 @@ def is_local(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host in LOCAL_NAMES
+
+
+def machine() -> str:
+    """Return a name of the network whose loopback addresses this process uses, or "" where the system has none."""
+    try:
+        name = f"{BOOT_ID.read_text(encoding='ascii').strip()} {NETWORK.stat().st_ino}"
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return hashlib.sha256(name.encode()).hexdigest()[:MACHINE_CHARS]

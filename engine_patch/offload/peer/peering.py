@@ -16,7 +16,7 @@ import zmq
 from kvrouter.engine_patch.offload.peer.chunk_checksum import ChunkChecksum
 from kvrouter.engine_patch.offload.peer.data_plane import NixlPlane
 from kvrouter.engine_patch.offload.peer.lender import Lender, LenderCounts, PeerFacts
-from kvrouter.engine_patch.offload.peer.peer_access import PeerAccess
+from kvrouter.engine_patch.offload.peer.peer_access import PeerAccess, machine
 from kvrouter.engine_patch.offload.peer.peer_client import PeerClient
 from kvrouter.engine_patch.offload.peer.peer_link import Memory
 from kvrouter.engine_patch.offload.peer.peer_server import PeerServer
@@ -115,7 +115,8 @@ class Peering:
         if self._server is None or not facts.hash_root:
             return None
         host = ANY_HOST if is_wildcard(self._host) else self._host
-        return PeerAddress(host, self._port, exchange(facts), num_resets, token_bytes, self._access.public_key)
+        key = self._access.public_key
+        return PeerAddress(host, self._port, exchange(facts), num_resets, token_bytes, key, machine())
 
     def stop_lending(self) -> None:
         """End the thread that lends, and all loans."""

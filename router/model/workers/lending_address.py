@@ -20,7 +20,8 @@ def lending_address(declared: PeerAddress, endpoints: Iterable[str | None]) -> P
     """Return the address to give to other engines, or None for a declaration that no engine makes.
 
     An engine that lends at a loopback address lends only to engines of its machine, so the machine becomes a part of
-    `exchange`.
+    `exchange`: as the engine names it, because several machines may be reached over tunnels that begin at one loopback
+    address, or else as the router reaches it.
 
     Args:
         declared: The address as the engine declares it.
@@ -32,6 +33,7 @@ def lending_address(declared: PeerAddress, endpoints: Iterable[str | None]) -> P
         and " " not in declared.host
         and 0 < declared.port <= MAX_PORT
         and 0 < len(declared.exchange) <= MAX_EXCHANGE_CHARS
+        and len(declared.machine) <= MAX_EXCHANGE_CHARS
         and declared.resets >= 0
         and declared.token_bytes >= 0
     )
@@ -45,8 +47,8 @@ def lending_address(declared: PeerAddress, endpoints: Iterable[str | None]) -> P
         return None
     exchange = declared.exchange
     if is_loopback(host):
-        machine = "" if reached is None or is_loopback(reached) else reached
-        exchange = f"{exchange}@{machine}"
+        reached_machine = "" if reached is None or is_loopback(reached) else reached
+        exchange = f"{exchange}@{declared.machine or reached_machine}"
     return msgspec.structs.replace(declared, host=host, exchange=exchange)
 
 
