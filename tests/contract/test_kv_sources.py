@@ -14,6 +14,7 @@ import pytest
 from kvrouter.events.patch.messages import PeerAddress
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.pull import Pull
+from kvrouter.router.model.workers.role import HandoverWay, Role
 from kvrouter.router.route.load.transfer_rates import HostPair
 from kvrouter.router.route.load.worker_speed import SAMPLES_MIN
 from kvrouter.router.route.placement.candidates import DRAINING
@@ -67,6 +68,8 @@ def test_a_request_with_a_pull_names_its_source_and_keeps_all_other_bytes(path: 
         assert json.loads(body)["kv_transfer_params"] == {"remote_kv_source": named(router)}
         assert body.endswith(raw.split(b"{", 1)[1].lstrip())
         assert engine.asked[0].all("content-length") == [str(len(body))]
+        # vLLM with its own p2p tier may be older than its reading of sources at this path.
+        assert router.placer.requests[0].pulls_declared is (path == GENERATE)
 
 
 def test_a_source_joins_the_clients_own_transfer_parameters() -> None:
@@ -395,3 +398,37 @@ def test_a_source_lends_once_for_a_request_that_is_sent_twice() -> None:
         assert router.post(COMPLETIONS, long_prompt(0))[0] == 200
         assert lent == [LENT, LENT]
         until(lambda: not loads, "the request has ended")
+
+
+@pytest.mark.parametrize("way", HandoverWay)
+@pytest.mark.parametrize("picked", [False, True])
+def test_a_prompt_that_is_handed_over_names_no_source(way: HandoverWay, picked: bool) -> None:
+    given = {"do_remote_prefill": True, "remote_block_ids": [[1]]}
+    computed = json.dumps({"choices": [{"finish_reason": "length"}], "kv_transfer_params": given}).encode()
+    with fleet(answer(0), EMPTY, plain(computed)) as (router, decoder, _, prefiller):
+        stage = lending(router)
+        registered, computes = router.core.registered, WorkerKey("m", "w2")
+        for name, fields in (("w0", {"handover": way}), ("w2", {"role": Role.PREFILL})):
+            key = WorkerKey("m", name)
+            registered[key] = msgspec.structs.replace(registered[key], **fields)
+        stage.placer._decider._prefillers = lambda model: frozenset({computes})
+        source = stage.fleet.known[1].worker
+        # Both may fetch a part of the prompt, and the decode worker is busy.
+        stage.fleet.known[0] = msgspec.structs.replace(hit("w0"), pulls=(Pull(source, 6_000),))
+        stage.fleet.known.append(msgspec.structs.replace(hit("w2"), pulls=(Pull(source, 6_000),)))
+        stage.fleet.peers["w2"] = stage.fleet.peers["w0"]
+        stage.placer.weights.table.reserve("queued", WorkerKey("m", "w0"), 60_000, 0, stage.now)
+        body = {"model": "m", "prompt": [0, *range(1, LONG)]}
+        if picked:
+            door = Door(router)
+            door.picker._placer = stage.placer
+            route = door.pick(json.dumps(body).encode())
+            sent = json.loads(route.body or json.dumps(body))
+            assert b"x-kvrouter-kv-source" not in dict(route.given) and route.observer is not None
+            router.on_loop(route.observer.close)
+        else:
+            assert router.post(COMPLETIONS, body)[0] == 200
+            sent = json.loads(decoder.asked[0].body)
+        assert sent == body | ({"kv_transfer_params": given} if way is HandoverWay.KV_TRANSFER_PARAMS else {})
+        assert not any(b"remote_kv_source" in asked.body for asked in prefiller.asked)
+        assert len(prefiller.asked) == (way is HandoverWay.KV_TRANSFER_PARAMS)

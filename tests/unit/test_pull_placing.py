@@ -54,6 +54,12 @@ def lent(on: Stage, source: str = "w") -> int:
     return 0 if load is None else load.lent_tokens
 
 
+def gauge(on: Stage) -> float:
+    """Return the tokens that `w` lends, as the metrics show them."""
+    on.placer._measure()
+    return on.counted("load_lent_tokens", worker="w")
+
+
 def fetching(on: Stage, seed: int = 0) -> Placement:
     placement = on.placer.reserve(request(seed))
     assert placement.pull is not None and placement.worker == key("a")
@@ -65,10 +71,11 @@ def test_a_source_lends_from_the_choice_to_the_first_token() -> None:
     placement = fetching(on)
     assert lent(on) == placement.choice.pull.fetched_tokens == PULLED  # type: ignore[union-attr]
     assert on.load("w") == (0, 0, 0)
+    assert gauge(on) == PULLED
     assert placement.predicted_tokens == 0 and placement.expected_tokens == 0
     for _ in range(2):
         placement.first_token()
-        assert lent(on) == 0
+        assert lent(on) == gauge(on) == 0
     # The report of the delivered tokens still finds the pull.
     assert placement.pull is not None
     placement.done()
@@ -105,6 +112,23 @@ def test_the_pull_of_a_request_that_is_never_heard_of_again_ends(after_s: float,
     on.now = after_s
     on.placer.tick()
     assert lent(on) == 0 and on.load("a")[2] == requests
+
+
+def test_a_fallback_fetches_from_the_source_that_its_request_names() -> None:
+    on = stage()
+    placement = fetching(on)
+    fallback = msgspec.structs.replace(wanting("b", "c", "w", tokens=6_000), by_tier=all_on_gpu(2_000))
+    placement.served_by(fallback)
+    assert placement.pull is None and (lent(on), lent(on, "c")) == (4_000, 0)
+    placement.first_token()
+    assert lent(on) == 0
+    placement.done()
+    assert not on.placer.weights.table.loads
+    # After the first token, everything has been fetched.
+    placement = fetching(on, 1)
+    placement.first_token()
+    placement.served_by(fallback)
+    assert lent(on) == 0
 
 
 def test_a_selection_lends_once_it_is_reserved() -> None:
@@ -286,6 +310,15 @@ def test_some_requests_fetch_nothing(fields: dict[str, Any]) -> None:
     question = msgspec.structs.replace(asked.question, **of_question)
     placement = on.placer.reserve(msgspec.structs.replace(asked, question=question, **others))
     assert placement.pull is None and lent(on) == 0
+
+
+def test_vllms_own_tier_fetches_nothing_where_it_may_not_read_the_source() -> None:
+    for exchange in ("same", "vllm-p2p:1"):
+        for declared in (True, False):
+            on = stage()
+            on.fleet.peers = {name: PeerAddress(f"host-{name}", 7_000, exchange) for name in on.fleet.peers}
+            placement = on.placer.reserve(request(pulls_declared=declared))
+            assert (placement.pull is None) is (declared and exchange != "same")
 
 
 def test_a_setting_stops_pulls_at_once() -> None:

@@ -149,6 +149,7 @@ class Decider:
         self._policy = policy(config.policy, config.temperature)
         self._rules = SplitRules(config.remote_prefill_min_tokens, config.handover_token_cost)
         self._lenders = Lenders(fleet, weights, unavailable)
+        self._declared_lenders = Lenders(fleet, weights, unavailable, declared_only=True)
         self._pulls = config.peer_pulls == "on"
         self._sessions = SessionMemory()
         # Prefixes that a worker is computing, and prefixes on their way to a worker by a hand-over.
@@ -267,9 +268,15 @@ class Decider:
             copies=copies,
             key_share=traffic.keys.share(request.fair_key),
             busy=traffic.busy.at_least(self._busy_now(question.model, len(writes.workers))),
-            lenders=self._lenders if self._pulls and _may_fetch(request) else None,
+            lenders=self._lenders_for(request),
             failed=question.exclude_workers,
         )
+
+    def _lenders_for(self, request: PlacementRequest) -> Lenders | None:
+        """Return the workers as lenders for the request, or None if nothing may be fetched for it."""
+        if not self._pulls or not _may_fetch(request):
+            return None
+        return self._declared_lenders if request.pulls_declared else self._lenders
 
     def _pending_parts(self, question: Question, names: list[int], now: float) -> dict[WorkerKey, int]:
         """Return how many tokens of the beginnings of a list's prompts each worker is computing.
@@ -439,6 +446,7 @@ class Decider:
     def expire(self, now: float) -> None:
         """Drop entries that are too old, and the traffic of models and workers that are gone."""
         self._lenders.tick()
+        self._declared_lenders.tick()
         self._sessions.expire(now)
         self._pending.expire(now)
         self._ahead.expire(now)

@@ -14,6 +14,7 @@ from kvrouter.events.patch.messages import PeerAddress
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.pull import Pull
 from kvrouter.router.index.matching.question import Hit
+from kvrouter.router.model.kvcache.registered_peer import is_vllms
 from kvrouter.router.route.load.transfer_rates import HostPair, TransferRate
 from kvrouter.router.route.load.worker_load import LoadModel
 from kvrouter.router.route.placement.candidates import DRAINING
@@ -53,17 +54,26 @@ class Peers(Protocol):
 class Lenders:
     """All workers of a fleet as lenders of blocks."""
 
-    def __init__(self, fleet: Peers, weights: LoadModel, unavailable: Callable[[WorkerKey], str | None]) -> None:
+    def __init__(
+        self,
+        fleet: Peers,
+        weights: LoadModel,
+        unavailable: Callable[[WorkerKey], str | None],
+        *,
+        declared_only: bool = False,
+    ) -> None:
         """Lend between the workers of this fleet.
 
         Args:
             fleet: Knows the workers' addresses.
             weights: The load and the speed of the workers and of transfers.
             unavailable: Returns why a worker takes no requests now, or None if it does.
+            declared_only: Whether only workers fetch whose engines declare where they lend, so none with vLLM's own tier.
         """
         self._fleet = fleet
         self._weights = weights
         self._unavailable = unavailable
+        self._declared_only = declared_only
         # The hosts of workers that fetch, empty for those that cannot. They are looked up again after `tick`.
         self.hosts: dict[WorkerKey, str] = {}
 
@@ -85,6 +95,8 @@ class Lenders:
         host = self.hosts.get(destination)
         if host is None:
             address = self._fleet.peer(destination)
+            if address is not None and self._declared_only and is_vllms(address):
+                address = None
             host = self.hosts[destination] = "" if address is None else address.host
         return host
 

@@ -37,6 +37,9 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     may_hand_over: bool = True
     # Whether the request can name a source, from which the engine fetches the prompt's blocks.
     may_pull: bool = True
+    # Whether only engines with this project's tier read the source: vLLM reads sources at the request's path since a later
+    # version than the first one with a p2p tier, and that tier declares no version.
+    pulls_declared: bool = False
     # Whether the request will not be sent where it is placed, so that later choices must not count on it.
     dry_run: bool = False
     # Whether the placement's choice keeps the workers that were compared.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from kvrouter.contract.tiers import MEASURED
+from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.question import Hit
 from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.router.route.load.load_messages import PREFILL_COMPLETE
@@ -81,7 +82,11 @@ class Reservations:
         # Each answer is decoded with its prompt as its context.
         decode_tokens = answers * (num_tokens + num_prompts * (output_tokens // 2))
         placement = Placement(self, selection_id, choice, names, num_tokens, decode_tokens, now, num_prompts, answers)
-        self._count(selection_id, choice, decode_tokens, now, placement.sequences)
+        if (pull := choice.pull) is None:
+            self._count(selection_id, choice, decode_tokens, now, placement.sequences)
+        else:
+            fetched_tokens = pull.fetched_tokens
+            self._count(selection_id, choice, decode_tokens, now, placement.sequences, pull.source, fetched_tokens)
         self._placements[selection_id] = placement
         self._weights.typical(choice.prefill_tokens / num_prompts, num_tokens / num_prompts)
         if choice.prefill is not None:
@@ -89,22 +94,21 @@ class Reservations:
         self._changed()
         return placement
 
-    def _count(self, reservation_id: str, choice: Choice, decode_tokens: int, now: float, sequences: int = 1) -> None:
-        """Reserve load at the chosen worker, and forget the placements dropped for it."""
-        worker, pull = choice.hit.worker, choice.pull
-        if pull is None:
-            dropped = self._table.reserve(reservation_id, worker, choice.prefill_tokens, decode_tokens, now, sequences)
-        else:
-            dropped = self._table.reserve(
-                reservation_id,
-                worker,
-                choice.prefill_tokens,
-                decode_tokens,
-                now,
-                sequences,
-                pull.source,
-                pull.fetched_tokens,
-            )
+    def _count(
+        self,
+        reservation_id: str,
+        choice: Choice,
+        decode_tokens: int,
+        now: float,
+        sequences: int = 1,
+        source: WorkerKey | None = None,
+        lent_tokens: int = 0,
+    ) -> None:
+        """Reserve load at the chosen worker and at the source of its blocks, and forget the placements dropped for it."""
+        worker, prefill_tokens = choice.hit.worker, choice.prefill_tokens
+        dropped = self._table.reserve(
+            reservation_id, worker, prefill_tokens, decode_tokens, now, sequences, source, lent_tokens
+        )
         self._forget(dropped, "no_room")
         self._metrics.reservations.inc()
 
@@ -190,10 +194,20 @@ class Reservations:
         if placement.prefilled_at is None:
             prefill_tokens = placement.num_tokens - hit.tokens
             placement.predicted_tokens = hit.tokens
-        # The pull was planned for the chosen worker.
+        # The pull was planned for the chosen worker. This one got the same request, so it fetches from the same source.
+        source = placement.pull.source if placement.pull is not None and placement.prefilling else None
+        lent_tokens = sum([pull.tokens - hit.tokens for pull in hit.pulls if pull.source == source])
         placement.choice = msgspec.structs.replace(placement.choice, hit=hit, prefill_tokens=prefill_tokens, pull=None)
         placement.worker, placement.has_moved = hit.worker, True
-        self._count(placement.selection_id, placement.choice, placement.decode_tokens, now, placement.sequences)
+        self._count(
+            placement.selection_id,
+            placement.choice,
+            placement.decode_tokens,
+            now,
+            placement.sequences,
+            source if lent_tokens else None,
+            lent_tokens,
+        )
         self._decider.mark_pending(hit.worker, placement.names, now)
         self._freed()
 

@@ -134,7 +134,7 @@ class PickedRequest:
             hit = destination.hits[destination.endpoints.index(endpoint)]
             self._exchange.failed(SERVED_ELSEWHERE)
             if placement.pull is not None:
-                # The fallback got the same source, and nobody planned what it fetches.
+                # The fallback got the same source, so it reuses more than its hit.
                 self._predicted = False
                 watch.handed_over()
         else:

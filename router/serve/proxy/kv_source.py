@@ -30,9 +30,11 @@ from kvrouter.router.route.tokens.client_body import (
 from kvrouter.router.serve.proxy.kv_transfer_params import PARAMS, is_received
 from kvrouter.router.serve.proxy.openai_body import Changes
 
-# The paths whose `kv_transfer_params` vLLM passes on to the engine's core: from 0.19 on, except GENERATE_PATH, where 0.31 is
-# the first that does not drop the field.
+# The paths whose `kv_transfer_params` vLLM passes on to the engine's core: from 0.19 on, except LATER_PATHS.
 PATHS = frozenset({CHAT_PATH, TEXT_PATH, RESPONSES_PATH, MESSAGES_PATH, GENERATE_PATH})
+# The paths at which vLLM drops the field up to 0.28, which has a p2p tier, and passes it on in 0.31. This project's tier
+# needs 0.32.
+LATER_PATHS = frozenset({GENERATE_PATH})
 
 # The fields of PARAMS that name another engine to vLLM's p2p tier: the source of any prompt, and both sides of a hand-over.
 SOURCE_FIELDS = (SOURCE_FIELD, "remote_prefiller", "remote_decoder")

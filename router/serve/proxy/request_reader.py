@@ -43,7 +43,7 @@ from kvrouter.router.serve.proxy.attempts import Attempts
 from kvrouter.router.serve.proxy.downstream import ClientRequest
 from kvrouter.router.serve.proxy.foreign_content import check_content
 from kvrouter.router.serve.proxy.form_body import read_form_model
-from kvrouter.router.serve.proxy.kv_source import ClientSources, may_name_source, may_pull, without_sources
+from kvrouter.router.serve.proxy.kv_source import LATER_PATHS, ClientSources, may_name_source, may_pull, without_sources
 from kvrouter.router.serve.proxy.kv_transfer_params import is_received
 from kvrouter.router.serve.proxy.openai_body import (
     Changes,
@@ -183,6 +183,8 @@ class RequestReader:
         placement_request = _placement_request(request, question, body.limit_tokens, owner)
         if names_source or not may_pull(client.path, client_body):
             placement_request = msgspec.structs.replace(placement_request, may_pull=False)
+        elif client.path in LATER_PATHS:
+            placement_request = msgspec.structs.replace(placement_request, pulls_declared=True)
         answers = body.answers
         if answers == 1 and not body.use_beam_search and not is_received(client_body):
             return placement_request
