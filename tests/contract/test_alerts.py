@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
+from kvrouter.engine_patch.offload.metrics import COUNTERS
+from kvrouter.engine_patch.offload.peer.peer_miss import PeerMiss
 from tests.support.monitoring_files import ROOT, RULES, alert_rules, dashboard_queries, panels
 
 DOCTOR = ROOT / "docs" / "how-to" / "doctor.md"
@@ -64,6 +66,15 @@ WELL = {
     # A reason that lies in the client's request is not a fault of the router.
     'kvrouter_prompts_unknown_total{instance="a",reason="refused"}': "0+60x90",
     'kvrouter_prompts_unknown_total{instance="a",reason="timeout"}': "0+5x90",
+    # A third of the pulls fails.
+    f'kvrouter_peer_pulls_total{{{ONE},outcome="whole"}}': "0+20x90",
+    f'kvrouter_peer_pulls_total{{{ONE},outcome="partial"}}': "0+4x90",
+    f'kvrouter_peer_pulls_total{{{ONE},outcome="none"}}': "0+6x90",
+    f'kvrouter_peer_pulls_total{{{ONE},outcome="unknown"}}': "0+60x90",
+    # A worker with few pulls.
+    f'kvrouter_peer_pulls_total{{{TWO},outcome="whole"}}': "0x90",
+    f'kvrouter_peer_pulls_total{{{TWO},outcome="partial"}}': "0x90",
+    f'kvrouter_peer_pulls_total{{{TWO},outcome="none"}}': "0x80 1+1x10",
     'kvrouter_achievable_hit_tokens_total{instance="a",model="m"}': "0+1000x90",
     'kvrouter_lost_hit_tokens_total{instance="a",model="m",reason="load"}': "0+50x90",
     f'kvrouter_ttft_seconds_bucket{{{ONE},le="1"}}': "0+60x90",
@@ -118,6 +129,7 @@ FAULTS: dict[str, dict[str, str | None]] = {
     "KvrouterReuseNotReported": {
         'kvrouter_predictions_unjudged_total{instance="a",reason="no_cached_tokens"}': "0+3x90"
     },
+    "KvrouterPullsFail": {f'kvrouter_peer_pulls_total{{{ONE},outcome="none"}}': "0+40x90"},
     "KvrouterTokenCountsDiffer": {f"kvrouter_token_count_mismatches_total{{{ONE}}}": "0+1x90"},
     "KvrouterReuseLost": {'kvrouter_lost_hit_tokens_total{instance="a",model="m",reason="load"}': "0+110x90"},
     "KvrouterClientsWait": {
@@ -199,10 +211,17 @@ def test_promtool_takes_the_rules(promtool: str) -> None:
 
 
 def test_promtool_takes_the_queries_of_the_dashboard(promtool: str, tmp_path: Path) -> None:
-    recorded = [{"record": f"query_{number}", "expr": query} for number, query in enumerate(dashboard_queries())]
+    queries = [*dashboard_queries(), *dashboard_queries(of_engines=True)]
+    recorded = [{"record": f"query_{number}", "expr": query} for number, query in enumerate(queries)]
     file = tmp_path / "queries.yaml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": recorded}]}))
     run(promtool, "check", "rules", file)
+
+
+def test_the_dashboard_has_every_reason_why_a_chunk_does_not_come() -> None:
+    names = set(re.findall(r"vllm:(\w+)", " ".join(dashboard_queries(of_engines=True))))
+    counted = {name.removeprefix("vllm:") for name in COUNTERS if "peer_miss_" in name}
+    assert names == {f"{name}_total" for name in counted} and len(counted) == len(PeerMiss)
 
 
 def test_the_panels_of_the_dashboard_do_not_overlap_and_say_what_they_show() -> None:

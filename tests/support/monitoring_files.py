@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "deploy" / "prometheus" / "alerts.yaml"
 DASHBOARD = ROOT / "deploy" / "grafana" / "kvrouter.json"
 
+# The beginning of the names of an engine's metrics.
+ENGINES = "vllm:"
 # Values that Grafana would substitute for its variables.
 VARIABLES = {"$__rate_interval": "5m", "$model": ".*", "$worker": ".*"}
 
@@ -28,8 +30,8 @@ def panels() -> list[dict[str, Any]]:
     return [panel for panel in entries if panel["type"] != "row"]
 
 
-def dashboard_queries() -> list[str]:
-    """Return the dashboard's queries in PromQL, with Grafana's variables replaced."""
+def dashboard_queries(*, of_engines: bool = False) -> list[str]:
+    """Return the dashboard's queries of the router's metrics or the engines' in PromQL, with Grafana's variables replaced."""
     queries = []
     for panel in panels():
         for target in panel["targets"]:
@@ -37,5 +39,6 @@ def dashboard_queries() -> list[str]:
             for name, value in VARIABLES.items():
                 query = query.replace(name, value)
             assert "$" not in query, query
-            queries.append(query)
+            if (ENGINES in query) is of_engines:
+                queries.append(query)
     return queries

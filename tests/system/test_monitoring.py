@@ -116,6 +116,9 @@ def test_what_traffic_counts_has_samples(router: RouterProcess) -> None:
     assert silent <= {
         *("kvrouter_proxy_breaker_state", "kvrouter_proxy_failures_total", "kvrouter_queue_requests"),
         *("kvrouter_queue_refused_total", "kvrouter_lost_hit_tokens_total", "kvrouter_stream_resyncs_total"),
+        # These engines fetch nothing from each other.
+        *("kvrouter_peer_pulls_total", "kvrouter_peer_pull_seconds_bucket"),
+        *("kvrouter_peer_tokens_predicted_total", "kvrouter_peer_tokens_delivered_total"),
     }
 
 

@@ -232,6 +232,8 @@ def test_the_rate_of_a_pair_of_hosts_is_learned_from_first_tokens() -> None:
         computing_s = (TOKENS - PULLED + PULLED * cpu_cost) / RATE
         whole(on, placement, computing_s + PULL_LATENCY_S + PULLED * token_s)
     assert known_token_s(on) == pytest.approx(token_s)
+    assert on.counted("peer_pull_seconds_count", model="m") == SAMPLES_MIN
+    assert on.counted("peer_pull_seconds_sum", model="m") == pytest.approx(SAMPLES_MIN * PULLED * token_s)
     assert on.placer.weights.rates_of(key("a")).loaded_token_cost is None
     assert on.placer.weights.rates_of(key("a")).prefill_rate == RATE
 

@@ -417,8 +417,12 @@ class Decider:
             seconds: The time to the first token, None if it is not known.
             now: The current time.
         """
-        if choice.pull is not None:
-            self._lenders.learn(choice.hit, choice.pull, num_tokens, choice.queued_tokens, reused_tokens, seconds, now)
+        hit, pull = choice.hit, choice.pull
+        if pull is None:
+            return
+        transfer_s = self._lenders.learn(hit, pull, num_tokens, choice.queued_tokens, reused_tokens, seconds, now)
+        if transfer_s is not None:
+            self._metrics.pull_seconds(hit.worker.model).observe(transfer_s)
 
     # -- prompts under way
 

@@ -138,8 +138,10 @@ class Lenders:
         reused_tokens: int,
         seconds: float | None,
         now: float,
-    ) -> None:
+    ) -> float | None:
         """Learn from the reuse that an engine reported for a prompt with a pull.
+
+        Return the seconds in which its blocks were transferred, or None if the report does not say.
 
         Args:
             hit: The worker's hit without the pull.
@@ -152,19 +154,22 @@ class Lenders:
         """
         host = self.host(hit.worker)
         if not host:
-            return
+            return None
         pair = HostPair(hit.worker.model, pull.host, host)
         missing_tokens = min(max(0, pull.tokens - reused_tokens), pull.fetched_tokens)
-        token_s = None
+        transfer_s = token_s = None
         # A fetch that fell short says nothing about the speed: its blocks may have been evicted before it began.
         if not missing_tokens and seconds is not None:
-            token_s = self._token_s(hit, pull, num_tokens, queued_tokens, seconds)
+            transfer_s = self._transfer_s(hit, pull, num_tokens, queued_tokens, seconds)
+        if transfer_s is not None:
+            token_s = transfer_s / (pull.fetched_tokens + pull.ahead_tokens)
         self._weights.transfers.learn(pair, pull.fetched_tokens, missing_tokens, token_s, now)
+        return transfer_s
 
-    def _token_s(
+    def _transfer_s(
         self, hit: Hit, pull: PlannedPull, num_tokens: int, queued_tokens: int, seconds: float
     ) -> float | None:
-        """Return the time that each fetched token took, or None if the time to the first token does not say."""
+        """Return the time of the transfer, or None if the time to the first token does not say."""
         speed = self._weights.rates.get(hit.worker)
         measured_tokens = hit.by_tier[MEASURED]
         if speed is None or not speed.prefill_rate or hit.tokens > measured_tokens:
@@ -174,8 +179,7 @@ class Lenders:
         # The fetched tokens are then loaded from the worker's own CPU tier.
         loaded_tokens = measured_tokens - hit.on_gpu + pull.fetched_tokens
         others = num_tokens - pull.tokens + queued_tokens + loaded_tokens * self._weights.token_costs[MEASURED]
-        transfer_s = seconds - others / speed.prefill_rate - PULL_LATENCY_S
-        return max(0.0, transfer_s) / (pull.fetched_tokens + pull.ahead_tokens)
+        return max(0.0, seconds - others / speed.prefill_rate - PULL_LATENCY_S)
 
     def tick(self) -> None:
         """Have the workers' hosts looked up again, because engines may have moved; called periodically."""

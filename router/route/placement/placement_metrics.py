@@ -10,6 +10,8 @@ from kvrouter.router.route.placement.prefill_split import PrefillOutcome
 
 # A decision takes 10 us (hashes, warm) to some ms (32 k fresh tokens to hash); Prometheus' own buckets begin at 5 ms.
 DECISION_BUCKETS_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 1e-1, 1.0)
+# From some MB within a machine to the longest deadline of a pull.
+PULL_BUCKETS_S = (1e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
 # Nearly all prompts wait not at all; the others wait as long as prompts take.
 QUEUE_BUCKETS_S = (1e-3, 1e-2, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 # The reasons why a prompt is not placed.
@@ -54,6 +56,15 @@ class PlacementMetrics:
             "prefill_decisions_total",
             "Prompts of models with prefill workers, by where and why they are computed",
             outcome=PrefillOutcome,
+        )
+        # Models whose workers fetch nothing have no series.
+        self.pull_seconds = registry.per_model(
+            registry.histogram(
+                "peer_pull_seconds",
+                "Time in which the blocks of a pull were transferred, by the time to the first token",
+                PULL_BUCKETS_S,
+                MODEL,
+            ).labels
         )
         self.queue_requests = registry.per_model(
             registry.gauge("queue_requests", "Prompts that wait, as all workers are saturated", MODEL).labels
