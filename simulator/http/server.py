@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import zmq
 from aiohttp import web
@@ -49,6 +49,8 @@ class Endpoints(TypedDict):
     url: str
     events: str
     replay: str | None
+    # The address that names it as a source of blocks, if it lends them.
+    peer: NotRequired[str]
 
 
 class ReplicaServer:
@@ -130,6 +132,8 @@ class ReplicaServer:
             "events": self.publisher.endpoint,
             "replay": self.publisher.replay_endpoint,
         }
+        if lenders is not None:
+            self.endpoints["peer"] = f"{host}:{address[1]}"
         self._runner: web.AppRunner | None = None
         self._running: asyncio.Task[None] | None = None
 
