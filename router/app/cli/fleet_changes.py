@@ -46,7 +46,7 @@ RANKED = re.compile(r"(?P<id>.*)@(?P<rank>[0-9]{1,9})", re.DOTALL)
 Spec = Annotated[str, typer.Argument(metavar="SPEC", hidden=True)]
 Worker = Annotated[str, typer.Argument(metavar="ID", hidden=True)]
 HandOver = Annotated[
-    bool, typer.Option("--hand-over", help="have neighbours take over what is worth most in its cache")
+    bool, typer.Option("--hand-over", help="have the other workers copy what is worth most in its CPU memory")
 ]
 To = Annotated[
     list[str] | None, typer.Option("--to", metavar="ID", help="hand over only to this worker; may be repeated")
