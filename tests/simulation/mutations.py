@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults that are put into the product on purpose, to see whether the simulation finds them.
+
+A fault is an edit of a source file, made while Python imports it, so nothing on the disk changes. `put_in` must be called
+before the first import of the product, because modules that are imported already stay as they are.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "kvrouter"
+
+
+class Mutation(NamedTuple):
+    """One fault: a text of a source file, and the text that takes its place."""
+
+    name: str
+    # The file, relative to the root of the repository.
+    path: str
+    old: str
+    new: str
+    # What goes wrong, in a sentence.
+    fault: str
+
+    @property
+    def module(self) -> str:
+        """The name of the module of the file."""
+        return ".".join((PACKAGE, *Path(self.path).with_suffix("").parts))
+
+    def source(self) -> str:
+        """Return the edited source. Raises ValueError unless the text occurs once."""
+        text = (ROOT / self.path).read_text()
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.name}: the text occurs {text.count(self.old)} times in {self.path}, expected once")
+        return text.replace(self.old, self.new)
+
+
+class _Loader(importlib.abc.InspectLoader):
+    """Loads one module from its edited source."""
+
+    def __init__(self, mutation: Mutation) -> None:
+        self._mutation = mutation
+
+    def get_source(self, fullname: str) -> str:
+        return self._mutation.source()
+
+    def get_code(self, fullname: str) -> CodeType:
+        code: CodeType = compile(self.get_source(fullname), str(ROOT / self._mutation.path), "exec")
+        return code
+
+    def is_package(self, fullname: str) -> bool:
+        return False
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the module of one fault before all other finders."""
+
+    def __init__(self, mutation: Mutation) -> None:
+        self._mutation = mutation
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._mutation.module:
+            return None
+        return importlib.util.spec_from_loader(fullname, _Loader(self._mutation))
+
+
+def put_in(name: str) -> Mutation:
+    """Put the fault of this name into the product. Raises ValueError if there is none, or if it came too late."""
+    mutation = next((mutation for mutation in MUTATIONS if mutation.name == name), None)
+    if mutation is None:
+        raise ValueError(f"there is no fault {name!r}; there are: {', '.join(fault.name for fault in MUTATIONS)}")
+    mutation.source()
+    if mutation.module in sys.modules:
+        raise ValueError(f"{mutation.module} is imported already, so its fault would change nothing")
+    sys.meta_path.insert(0, _Finder(mutation))
+    return mutation
+
+
+_STREAMS = "router/follow/streams"
+_FLEET = "router/follow/fleet"
+_INGEST = "router/index/ingest"
+_STORE = "router/index/store"
+_LOAD = "router/route/load"
+
+MUTATIONS: tuple[Mutation, ...] = (
+    # Leases and commits.
+    Mutation(
+        "no_fence",
+        f"{_STORE}/store.py",
+        "return write(head) if holder == lease.value else CommitOutcome.FENCED",
+        "return write(head)",
+        "A router whose lease was taken still writes.",
+    ),
+    Mutation(
+        "lease_of_the_living",
+        f"{_STORE}/leases.py",
+        'if other is None or await self._lives(Lease.token_of(other) or ""):',
+        "if other is None:",
+        "A router takes the lease of a router that lives.",
+    ),
+    Mutation(
+        "lease_of_the_dead",
+        f"{_STORE}/leases.py",
+        "return int(await self._transactions.reply(key, command(\"PTTL\", key))) > 0",
+        "return True",
+        "No router takes over the workers of a router that died.",
+    ),
+    Mutation(
+        "others_forgotten",
+        f"{_STREAMS}/lease_holder.py",
+        "alone = 0 < self.number == lease.number - 1 and not self._interrupted",
+        "alone = self.number > 0",
+        "A router continues from its memory although another one followed the worker meanwhile.",
+    ),
+    Mutation(
+        "regained_after_others",
+        f"{_STREAMS}/lease_holder.py",
+        "alone, entries = lease.number == self.number + 1, self._entries",
+        "alone, entries = True, self._entries",
+        "A router that takes a lost lease again overlooks that another one had it.",
+    ),
+    Mutation(
+        "lost_commits_unseen",
+        f"{_STREAMS}/lease_holder.py",
+        "if head.problem is not None or head.commits < self._entries or not self._is_ours(head.written):",
+        "if head.problem is not None:",
+        "A router overlooks that the store lost its last commits.",
+    ),
+    Mutation(
+        "lost_entry_unseen",
+        f"{_STREAMS}/lease_holder.py",
+        "return holding.commits > before",
+        "return True",
+        "A router overlooks by the number of its own log entry that the store lost earlier ones.",
+    ),
+    Mutation(
+        "stale_is_done",
+        f"{_STREAMS}/lease_holder.py",
+        "done = outcome is CommitOutcome.STALE and await self._store.committed(self._worker) == (flush.epoch, last)",
+        "done = outcome is CommitOutcome.STALE",
+        "A commit that the store refuses as stale counts as written.",
+    ),
+    Mutation(
+        "lease_kept_after_hold",
+        f"{_STREAMS}/worker_stream.py",
+        "            self.record.pause(PAUSED)\n            await self._lease.release()",
+        "            self.record.pause(PAUSED)",
+        "A router that stops following a worker keeps its lease.",
+    ),
+    Mutation(
+        "prepared_for_ever",
+        f"{_STREAMS}/worker_stream.py",
+        "if self._lease.written != self._prepared:",
+        "if self._prepared is None:",
+        "A router begins from a state of the store that others have changed since.",
+    ),
+    Mutation(
+        "continues_anything",
+        f"{_STREAMS}/worker_stream.py",
+        "if not record.lead.continues(record.ingest.held, *self._lease.written):",
+        "if False:",
+        "A router goes on after its lease ended without writing again what the store lacks.",
+    ),
+    Mutation(
+        "first_epoch_unwritten",
+        f"{_STREAMS}/mirror_lead.py",
+        "self._mirror.begin_epoch(self._worker, flush.epoch)",
+        "pass",
+        "The router that follows a worker keeps the blocks of the former epoch in its mirror.",
+    ),
+    # What another router's state is worth.
+    Mutation(
+        "follower_unheard",
+        f"{_STREAMS}/stream_view.py",
+        "return facts.follower_problem\n",
+        "return None\n",
+        "The state that a dead router wrote stays live.",
+    ),
+    Mutation(
+        "log_unheard",
+        f"{_STREAMS}/stream_view.py",
+        "if not facts.log_heard:",
+        "if False:",
+        "A router shows the state of other routers as live although the store does not answer.",
+    ),
+    Mutation(
+        "any_heartbeat_vouches",
+        f"{_FLEET}/membership.py",
+        "if hold is not None and hold.lease == shown.lease and hold.commits <= shown.commits:",
+        "if hold is not None:",
+        "A heartbeat vouches for entries that were not read, and for another router's lease.",
+    ),
+    Mutation(
+        "heartbeat_of_now",
+        f"{_FLEET}/membership.py",
+        "router.heard.append((beaten_s, heartbeat.holds))",
+        "router.heard.append((now_s, heartbeat.holds))",
+        "A heartbeat that the store brings back after an absence counts as written now.",
+    ),
+    Mutation(
+        "unwritten_unsaid",
+        f"{_STREAMS}/held_workers.py",
+        "return max((max(0.0, now_s - since_s[tag]) for since_s in waits if tag in since_s), default=0.0)",
+        "return 0.0",
+        "A heartbeat does not say that changes wait for the store.",
+    ),
+    Mutation(
+        "dead_routers_count",
+        f"{_FLEET}/membership.py",
+        "return router.unchanged_looks < self._gone_looks",
+        "return True",
+        "Workers stay assigned to a router that died.",
+    ),
+    Mutation(
+        "nobody_moves",
+        f"{_STREAMS}/lease_holder.py",
+        "return not self._mine() and self._movable()",
+        "return False",
+        "A new router never gets workers of the others.",
+    ),
+    # The log that other routers read.
+    Mutation(
+        "removals_unread",
+        f"{_FLEET}/mirror_sync.py",
+        "self.mirror.discard(worker, change.place, change.removed)",
+        "pass",
+        "Removals never reach the mirror.",
+    ),
+    Mutation(
+        "reload_forgotten",
+        f"{_FLEET}/mirror_sync.py",
+        "            self._reloads[worker] = _Reloading(self._clock())\n",
+        "",
+        "A worker whose log has a hole is never loaded again.",
+    ),
+    Mutation(
+        "epoch_continues",
+        f"{_FLEET}/mirror_sync.py",
+        "if slots is None or entry.opened_epoch or slots.epoch != entry.epoch:",
+        "if slots is None:",
+        "Other routers keep the blocks of an epoch that ended.",
+    ),
+    Mutation(
+        "early_checkpoint",
+        f"{_STREAMS}/mirror_lead.py",
+        "if held.has_news or not self.backlog.is_empty:",
+        "if False:",
+        "A checkpoint holds changes that the log brings once more, or that no entry has.",
+    ),
+    Mutation(
+        "registry_unread",
+        f"{_FLEET}/fleet.py",
+        "due = version != self._version or self._clock() > read_s + REGISTRY_READ_S",
+        "due = False",
+        "A router never learns of workers that were registered elsewhere.",
+    ),
+    # The worker's own stream.
+    Mutation(
+        "blocks_outlive_their_epoch",
+        f"{_INGEST}/worker_epoch.py",
+        "        self.blocks.forget()\n",
+        "",
+        "Blocks survive the gap or the restart that voids them.",
+    ),
+    Mutation(
+        "restart_ignored",
+        f"{_INGEST}/stock_feed.py",
+        'self._epoch.void_life(f"the engine restarted ({item.reason}); what it held before is void")',
+        "pass",
+        "The blocks of an engine that restarted stay.",
+    ),
+    Mutation(
+        "lost_gap_ignored",
+        f"{_INGEST}/stock_feed.py",
+        'f"{lost} ({item.reason}); residency before seq {item.next_seq} was dropped and is learned again"\n            )',
+        'lost\n            ) if False else None',
+        "A gap that cannot be closed voids nothing.",
+    ),
+    Mutation(
+        "next_seq_proves",
+        f"{_INGEST}/stock_feed.py",
+        "if sign.start_s == contact.process_start_s:",
+        "if True:",
+        "The next seq of another process counts as a proof.",
+    ),
+    Mutation(
+        "report_gap_ignored",
+        "events/patch/cursor.py",
+        "        if seq > expected:\n            if isinstance(message, Heartbeat):",
+        "        if False:\n            if isinstance(message, Heartbeat):",
+        "Lost reports of a patched engine are ignored.",
+    ),
+    Mutation(
+        "patch_life_ignored",
+        "events/patch/cursor.py",
+        "            if epoch in self._past:\n                return False\n            self._enter_life(epoch, started_s, \"its messages come\")",
+        "            self._epoch = epoch",
+        "Reports of another life continue the former one.",
+    ),
+    Mutation(
+        "heartbeat_not_compared",
+        f"{_INGEST}/patch_feed.py",
+        "        if wrong:\n            place = wrong[0]",
+        "        if False:\n            place = wrong[0]",
+        "Heartbeats whose sums differ from the index prove it.",
+    ),
+    Mutation(
+        "one_removal_takes_all_copies",
+        f"{_INGEST}/copy_counts.py",
+        "        if copies == 1:\n            self.held.remove(slot)",
+        "        if copies >= 1:\n            self.held.remove(slot)",
+        "A removal of one of several copies removes the block.",
+    ),
+    Mutation(
+        "doubt_without_end",
+        f"{_STREAMS}/worker_record.py",
+        "    def _end_credit(self) -> None:\n        self.facts.overdue = True",
+        "    def _end_credit(self) -> None:\n        self.facts.overdue = False",
+        "A worker in doubt keeps its credit for ever.",
+    ),
+    Mutation(
+        "removals_before_arrivals_lost",
+        f"{_INGEST}/commit_backlog.py",
+        "            transitions.left(change.removed)\n",
+        "",
+        "Removals do not reach the store while commits wait.",
+    ),
+    # Load and reservations.
+    Mutation(
+        "dead_load_stays",
+        f"{_LOAD}/load_sync.py",
+        "silent = self._table.forget_silent(now - SILENT_S, now)",
+        "silent: list[str] = []",
+        "The load of a router that died stays for ever.",
+    ),
+    Mutation(
+        "leaving_load_stays",
+        f"{_LOAD}/load_sync.py",
+        "            self._table.forget_process(message.process, now)\n            return",
+        "            return",
+        "The load of a router that leaves stays until it counts as silent.",
+    ),
+    Mutation(
+        "whole_load_adds",
+        f"{_LOAD}/load_table.py",
+        "for worker in [worker for worker in stored if whole and worker not in totals]:",
+        "for worker in []:",
+        "A complete message does not end load whose message was lost.",
+    ),
+    Mutation(
+        "released_twice",
+        f"{_LOAD}/load_table.py",
+        "            reservation.counts = False\n",
+        "",
+        "A reservation that the engine ended is subtracted again when it is released.",
+    ),
+    Mutation(
+        "prefill_counted_after_release",
+        f"{_LOAD}/load_table.py",
+        "        reservation.prefill_tokens = 0\n        return True",
+        "        return True",
+        "The prefill of a reservation is subtracted twice.",
+    ),
+)
