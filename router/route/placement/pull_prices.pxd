@@ -10,6 +10,7 @@ cdef class PullPrices:
     cdef bint _idle
     cdef double _cpu_cost
     cdef double _prefill_rate
+    cdef double _latency_s
     cdef dict _hosts
     cdef dict _known
     cdef list _last_sources
@@ -20,7 +21,7 @@ cdef class PullPrices:
 
     @cython.locals(
         sources=list, lenders=list, place=cython.Py_ssize_t, is_same=cython.bint, lender=tuple, transfer_rate=tuple, rates=dict,
-        rate=double, latency=double, tokens=int64_t, fetched=int64_t, waiting=int64_t, least=double, missing=double,
+        rate=double, latency=double, tokens=int64_t, fetched=int64_t, waiting=int64_t, least=double, token_s=double, missing=double,
         transfer=double, price=double, best_transfer=double, best_cost=double,
     )
     cpdef object cheapest(

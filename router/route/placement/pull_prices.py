@@ -52,6 +52,7 @@ class PullPrices:
         self._hosts = lenders.hosts
         self._cpu_cost = weights.token_costs[MEASURED]
         self._prefill_rate = lenders.prefill_rate(model)
+        self._latency_s = PULL_LATENCY_S
         # The worker's work before its first token with the cheapest pull, in tokens computed in the same time; the part of it
         # in which it waits for blocks and is free to compute other prompts; and the price of a fetched token.
         self.prefill_tokens = 0.0
@@ -88,7 +89,7 @@ class PullPrices:
         best_transfer = best_cost = 0.0
         # The tokens that this worker computes in a second.
         rate = self._prefill_rate / slowness
-        latency = PULL_LATENCY_S * rate
+        latency = self._latency_s * rate
         host: str | None = None
         for place, pull in enumerate(pulls):
             tokens = pull.tokens
@@ -114,8 +115,8 @@ class PullPrices:
             transfer_rate = rates.get(host)
             if transfer_rate is None:
                 transfer_rate = self._lenders.rate(source, host)
-            missing = transfer_rate[1]
-            transfer = latency + waiting * transfer_rate[0] * rate
+            token_s, missing = transfer_rate
+            transfer = latency + waiting * token_s * rate
             price = least + fetched * missing + transfer
             if price < computing:
                 computing = price
