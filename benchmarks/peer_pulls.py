@@ -2,7 +2,8 @@
 """Claim: replicas that fetch what another one holds reuse nearly as much as one replica with all their memory.
 
     python -m benchmarks.peer_pulls TRACE... [--shape gemma3]... [--rate 10]... [--load 1]... [--workers 16]
-        [--cache-tokens 400000] [--cpu-tokens 1000000] [--requests N] [--without lmetric]... [--seed 1] [--json FILE]
+        [--cache-tokens 400000] [--cpu-tokens 1000000] [--requests N] [--without lmetric]... [--seed 1]...
+        [--placed-by random] [--offers] [--json FILE]
 
 As in `kvrouter replay`, simulated replicas in virtual time decide as vLLM does, and the router's own ingest, mirror,
 matcher, cost and load place the requests. A rate of 10 is a link that transfers a token 10 times as fast as a replica
@@ -11,9 +12,14 @@ Traces are in Mooncake's format.
 
 - Of it: the reused tokens, as a share of those of one replica with the memory of all, GPU and CPU, which serves one request
   after another (pooled).
+- Left: the tokens that some worker held when a request came and that its own worker neither held nor was to fetch, as the
+  same share. What is missing beyond it, no worker held: another one was computing it, or its checkpoint was never made.
 - Lacking: pulls that promise more than the source and the worker held by the events that the router had seen when it
   chose. The script keeps sets of its own from these events, and walks over them with the engine's rule.
 - `short` of the JSON: pulls that promise less than was held.
+
+With --placed-by, another policy than `kv` chooses the worker, so that more requests fetch, and nothing runs without pulls.
+With --offers, lacking and short count all pulls of all workers among which each choice was made.
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ import time
 from collections import deque
 from itertools import product
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -38,15 +45,16 @@ from kvrouter.replay.fleet.fleet_shape import (
     blocks_of,
     geometry_of,
 )
-from kvrouter.replay.fleet.virtual_fleet import EVENT_LAG_S
+from kvrouter.replay.fleet.virtual_fleet import EVENT_LAG_S, MODEL
 from kvrouter.replay.policies.routing import Placed
-from kvrouter.replay.policies.this_router import PULLING
+from kvrouter.replay.policies.this_router import PULLING, ThisRouter
 from kvrouter.replay.runs.policy_run import Summary
 from kvrouter.replay.runs.pooled import pooled_reuse
 from kvrouter.replay.runs.simulate import FOREVER, Simulation, no_collection
 from kvrouter.replay.traces.formats import read_trace
 from kvrouter.replay.traces.mooncake import PIECE_TOKENS
 from kvrouter.replay.traces.request import Trace
+from kvrouter.router.index.matching.question import Question
 from kvrouter.router.route.placement.policies import KV
 from kvrouter.simulator.cache.cpu_tier import CacheEvent, EvictedChunk, OffloadedChunk
 from kvrouter.simulator.cache.job import Job
@@ -70,25 +78,37 @@ class Run(msgspec.Struct):
     # The transfer's speed by that of computing; 0 without pulls.
     rate: float
     load: float
+    seed: int
     requests: int
     summary: Summary
     pooled_tokens: int
-    # Pulls, those that promise more than was held, and those that promise less.
+    # Pulls that were checked, those that promise more than was held, and those that promise less.
     checked: int
     lacking: int
     short: int
+    left_tokens: int
     wall_s: float
+
+
+class Options(Protocol):
+    """The options of the command line that a run reads."""
+
+    placed_by: str
+    offers: bool
 
 
 class CheckedSimulation(Simulation):
     """A run that checks each pull at the moment of choice against what the events said."""
 
-    def __init__(self, trace: Trace, shape: FleetShape, policy: str, seed: int, load: float) -> None:
+    def __init__(self, trace: Trace, shape: FleetShape, policy: str, seed: int, load: float, options: Options) -> None:
         # The chunks of each CPU tier by the events that the router has seen.
         self.held: list[set[Key]] = [set() for _ in shape.replicas]
         self.under_way: deque[tuple[float, int, list[CacheEvent]]] = deque()
-        self.checked = self.lacking = self.short = 0
+        self.checked = self.lacking = self.short = self.left_tokens = 0
         super().__init__(trace, shape, policy, seed, load * len(shape.replicas) / REPLICAS)
+        self.checks_offers = options.offers
+        if options.placed_by != KV:
+            self.router = ThisRouter(self.index, options.placed_by, seed)
 
     def _replica(self, number: int) -> VirtualReplica:
         def published(now_s: float, events: list[CacheEvent]) -> None:
@@ -99,11 +119,22 @@ class CheckedSimulation(Simulation):
         return self._shape.replica(number, published)
 
     def _submit(self, placed: Placed, number: int, text: PieceText, now_s: float) -> Job:
-        if placed.pull is not None:
-            self._check(placed, text, now_s)
+        pull, promised_tokens = placed.pull, placed.predicted_tokens
+        if self.checks_offers:
+            self._see_events(now_s)
+            question = Question(MODEL, text.num_tokens, block_hashes=self._arrival(number).hashes)
+            for worker, hit in enumerate(self.index.hits(question)):
+                for offer in hit.pulls:
+                    self._check(worker, self.index.keys.index(offer.source), hit.on_gpu, offer.tokens, text)
+        elif pull is not None:
+            self._see_events(now_s)
+            self._check(placed.number, pull.source, pull.on_gpu, pull.tokens, text)
+        if pull is not None:
+            promised_tokens = pull.tokens
+        self.left_tokens += max(0, placed.achievable_tokens - promised_tokens)
         return super()._submit(placed, number, text, now_s)
 
-    def _check(self, placed: Placed, text: PieceText, now_s: float) -> None:
+    def _see_events(self, now_s: float) -> None:
         while self.under_way and self.under_way[0][0] <= now_s:
             _, number, events = self.under_way.popleft()
             for event in events:
@@ -111,25 +142,29 @@ class CheckedSimulation(Simulation):
                     self.held[number].add(event.key)
                 elif isinstance(event, EvictedChunk):
                     self.held[number] -= {Key(event.group_idx, block) for block in event.hashes}
-        pull, offload = placed.pull, self.fleet.replicas[placed.number].replica.offload
-        assert pull is not None and offload is not None
-        own, source = self.held[placed.number], self.held[pull.source]
-        loaded = offload.reach(text.hashes, text.num_tokens, pull.on_gpu, lambda key: key in own or key in source)
+
+    def _check(self, worker: int, lender: int, on_gpu: int, tokens: int, text: PieceText) -> None:
+        offload = self.fleet.replicas[worker].replica.offload
+        assert offload is not None
+        own, source = self.held[worker], self.held[lender]
+        loaded = offload.reach(text.hashes, text.num_tokens, on_gpu, lambda key: key in own or key in source)
         self.checked += 1
-        self.lacking += pull.on_gpu + loaded < pull.tokens
-        self.short += pull.on_gpu + loaded > pull.tokens
+        self.lacking += on_gpu + loaded < tokens
+        self.short += on_gpu + loaded > tokens
 
 
-def simulated(trace: Trace, shape: FleetShape, name: str, policy: str, rate: float, load: float, seed: int) -> Run:
-    simulation = CheckedSimulation(trace, shape, policy, seed, load)
+def simulated(
+    trace: Trace, shape: FleetShape, name: str, policy: str, rate: float, load: float, seed: int, options: Options
+) -> Run:
+    simulation = CheckedSimulation(trace, shape, policy, seed, load, options)
     began_s = time.perf_counter()
     with no_collection():
         for number in range(len(trace.requests)):
             simulation.arrive(number)
         simulation.advance(FOREVER)
     wall_s = time.perf_counter() - began_s
-    checks = simulation.checked, simulation.lacking, simulation.short
-    return Run(trace.name, name, rate, load, len(trace.requests), simulation.run.summary(), 0, *checks, wall_s)
+    checks = simulation.checked, simulation.lacking, simulation.short, simulation.left_tokens
+    return Run(trace.name, name, rate, load, seed, len(trace.requests), simulation.run.summary(), 0, *checks, wall_s)
 
 
 def shape_of(name: str, workers: int, cache_tokens: int, cpu_tokens: int, rate: float) -> FleetShape:
@@ -141,7 +176,7 @@ def shape_of(name: str, workers: int, cache_tokens: int, cpu_tokens: int, rate: 
 
 
 HEAD = (
-    f"{'trace':<14}{'shape':<12}{'policy':<14}{'rate':>5}{'load':>5}{'reused':>9}{'pooled':>8}{'of it':>7}"
+    f"{'trace':<14}{'shape':<12}{'policy':<14}{'rate':>5}{'load':>5}{'seed':>5}{'reused':>9}{'pooled':>8}{'of it':>7}{'left':>7}"
     f"{'TTFT':>8}{'p95':>8}{'pulls':>8}{'fetched':>9}{'short':>7}{'lacking':>8}"
 )
 
@@ -151,8 +186,9 @@ def line(run: Run) -> str:
     missing = row.late_tokens + row.gone_tokens + row.no_room_tokens + row.evicted_tokens
     return (
         f"{run.trace.removeprefix('mooncake_').removesuffix('.jsonl').removesuffix('_trace'):<14}{run.shape:<12}"
-        f"{row.policy:<14}{run.rate or '-':>5}{run.load:>5}{row.reused_tokens / 1e6:>8.2f}M"
+        f"{row.policy:<14}{run.rate or '-':>5}{run.load:>5}{run.seed:>5}{row.reused_tokens / 1e6:>8.2f}M"
         f"{run.pooled_tokens / 1e6:>7.2f}M{row.reused_tokens / max(1, run.pooled_tokens):>7.1%}"
+        f"{run.left_tokens / max(1, run.pooled_tokens):>7.2%}"
         f"{row.ttft_mean_s:>8.3f}{row.ttft_p95_s:>8.2f}{row.pulls:>8}{row.pulled_tokens / 1e6:>8.2f}M"
         f"{missing / max(1, missing + row.pulled_tokens):>7.2%}{run.lacking:>8}"
     )
@@ -169,7 +205,9 @@ def main() -> None:
     parser.add_argument("--cache-tokens", type=int, default=CACHE_TOKENS)
     parser.add_argument("--cpu-tokens", type=int, default=CPU_TOKENS)
     parser.add_argument("--requests", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", action="append", type=int)
+    parser.add_argument("--placed-by", default=KV)
+    parser.add_argument("--offers", action="store_true")
     options = parser.parse_args()
     runs: list[Run] = []
     print(HEAD, flush=True)
@@ -177,10 +215,11 @@ def main() -> None:
         trace = read_trace(path, "mooncake", requests=options.requests)
         size = options.workers, options.cache_tokens, options.cpu_tokens
         pooled_tokens = sum(pooled_reuse(trace, shape_of(name, *size, 0)))
-        for load in options.load or [1.0]:
-            plain = [(policy, 0.0) for policy in (options.without or [KV])]
+        for load, seed in product(options.load or [1.0], options.seed or [1]):
+            plain = [(policy, 0.0) for policy in (options.without or [KV]) if options.placed_by == KV]
             for policy, rate in [*plain, *((PULLING, rate) for rate in options.rate or [10.0])]:
-                run = simulated(trace, shape_of(name, *size, rate), name, policy, rate, load, options.seed)
+                fleet = shape_of(name, *size, rate)
+                run = simulated(trace, fleet, name, policy, rate, load, seed, options)
                 run.pooled_tokens = pooled_tokens
                 runs.append(run)
                 print(line(run), flush=True)
@@ -188,7 +227,7 @@ def main() -> None:
     if options.json is not None:
         options.json.write_text(json.dumps(answer, indent=1) + "\n")
     pulls, lacking = sum(run.checked for run in runs), sum(run.lacking for run in runs)
-    print(f"{pulls:,} pulls, {lacking:,} of which named chunks that their source lacked")
+    print(f"{pulls:,} pulls checked, {lacking:,} of which named chunks that their source lacked")
 
 
 if __name__ == "__main__":

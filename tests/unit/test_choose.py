@@ -98,6 +98,11 @@ def test_a_longer_full_attention_hit_earns_a_bonus() -> None:
     assert name_of(chosen(hit("a", 16), hit("b", 16, full=64), weights=weights(b=50))) == "a"
 
 
+def test_work_that_leaves_a_checkpoint_delays_nobody_but_a_long_queue_outweighs_it() -> None:
+    hits = (hit("a", 0), hit("b", 0, full=192))
+    assert [name_of(chosen(*hits, weights=weights(b=queued))) for queued in (0, 100, 400)] == ["b", "b", "a"]
+
+
 def test_equal_workers_are_chosen_at_random() -> None:
     wins = Counter(name_of(chosen(hit("a", 96), hit("b", 96), hit("c", 96), seed=seed)) for seed in range(600))
     assert set(wins) == {"a", "b", "c"} and min(wins.values()) > 120
@@ -340,7 +345,8 @@ def written_out(one: Hit, hits: Sequence[Hit], context: ChoiceContext, longest: 
         ),
         default=0.0,
     )
-    lasting, odds = max(0.0, work - saved), context.busy / (1 - context.busy)
+    junction = max(0, one.full_attention - longest) * JUNCTION_SHARE
+    lasting, odds = max(0.0, work - saved - junction), context.busy / (1 - context.busy)
     new = context.num_tokens - max(one.on_gpu, context.pending.get(worker, 0))
     room = ROOM_WEIGHT * new * context.writes.pressures()[0].get(worker, 0.0)
     room *= 1.0 if context.key_share is None else context.key_share.price(worker)
@@ -353,7 +359,7 @@ def written_out(one: Hit, hits: Sequence[Hit], context: ChoiceContext, longest: 
         "delay": DELAY_WEIGHT * odds * lasting * (2 * queued + lasting) / (2 * model.usual_prefill_tokens),
         "room": room,
         "copy": saved * relieved / (relieved + work),
-        "junction": max(0, one.full_attention - longest) * JUNCTION_SHARE,
+        "junction": junction,
         "session": min(session.tokens, prefill) * share if session is not None and session.worker == worker else 0.0,
     }
 

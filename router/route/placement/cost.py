@@ -248,7 +248,13 @@ def weigh(
                 pulls[i] = (pull, prices.transfer_tokens)
                 prefill = prices.prefill_tokens
                 work = slowness * prefill
-        copy, lasting = 0.0, work
+        junction = 0.0
+        if hit.full_attention > longest:
+            # The tokens that a checkpoint there would add to the reuse of the next prompt with this beginning. Blocks that
+            # are fetched add no less.
+            junction = (hit.full_attention - longest) * JUNCTION_SHARE
+        # A checkpoint and a copy are investments: work that they save later prompts does not make them wait.
+        copy, lasting = 0.0, work - junction
         if shared_copy and reached < shared:
             saved = slowness * (shared_copy - copies.of(reached) if reached else shared_copy)
             if pull is not None and prices is not None:
@@ -257,8 +263,9 @@ def weigh(
                 relief = _shortest_queue(hits, queues, context, shared - copies.piece_tokens)
             # While a worker that has all of the shared part is idle, later prompts are better off there.
             copy = saved * relief / (relief + work)
-            # A copy is an investment: work that it saves later prompts does not make them wait.
-            lasting = work - saved if work > saved else 0.0
+            lasting -= saved
+        if lasting < 0:
+            lasting = 0.0
         delay = delay_share * lasting * (2 * queued + lasting)
         # The cache of a worker without events is unknown. It counts as full as the others', or the worker would get
         # every new prompt.
@@ -267,11 +274,7 @@ def weigh(
             room = ROOM_WEIGHT * new * (mean_pressure if hit.approximate else pressures.get(worker, 0.0))
             if key_share is not None:
                 room *= key_share.price(worker)
-        junction = bonus = 0.0
-        if hit.full_attention > longest:
-            # The tokens that a checkpoint there would add to the reuse of the next prompt with this beginning. Blocks that
-            # are fetched add no less.
-            junction = (hit.full_attention - longest) * JUNCTION_SHARE
+        bonus = 0.0
         if session is not None and session.worker == worker:
             # A worker without credit, or with a guess for a hit, may hold anything.
             known = not (context.blind or hit.reason or hit.approximate)
