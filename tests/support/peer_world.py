@@ -8,7 +8,9 @@ import hashlib
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -194,6 +196,13 @@ class Engine:
             assert held == content(ready, self.weights), "a chunk that can be loaded has another content"
 
 
+class BusyThread(Executor):
+    """A thread that never gets a core, so that whoever waits for it does its work."""
+
+    def submit(self, *arguments: Any, **options: Any) -> Future[Any]:
+        return Future()
+
+
 class InlineFetcher:
     """The links of one engine, without a thread."""
 
@@ -212,7 +221,7 @@ class InlineFetcher:
         def send(message: ToSource) -> None:
             engine.world.to_source.append((engine, source, encode(message)))
 
-        link = PeerLink(engine.plane, engine.slots, lambda: engine.facts, send, self.outcomes.append)
+        link = PeerLink(engine.plane, engine.slots, lambda: engine.facts, send, self.outcomes.append, BusyThread())
         self.links[source] = link
         return link
 

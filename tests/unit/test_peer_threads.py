@@ -173,7 +173,7 @@ def test_a_probe_has_an_outcome_whatever_is_raised(
     assert open_pair.do(ProbeJob(2, [key(1)], 0, in_s(WAIT_S))) == [Probed(2, [True], None)]
 
 
-@pytest.mark.parametrize("name", ["read", "release", "remove_peer", "checksum"])
+@pytest.mark.parametrize("name", ["read", "release", "remove_peer", "checksum", "submit"])
 def test_each_chunk_has_one_outcome_whatever_is_raised(
     open_pair: Pair, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -182,6 +182,9 @@ def test_each_chunk_has_one_outcome_whatever_is_raised(
     if name == "checksum":
         fault = Fault(link._memory.checksum)
         link._memory = link._memory._replace(checksum=fault)
+    elif name == "submit":
+        fault = Fault(open_pair.client._checks.submit)
+        monkeypatch.setattr(open_pair.client._checks, "submit", fault)
     else:
         fault = Fault(getattr(open_pair.reader.plane, name))
         monkeypatch.setattr(open_pair.reader.plane, name, fault)

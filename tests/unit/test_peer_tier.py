@@ -28,6 +28,7 @@ from kvrouter.engine_patch.offload.peer.peer_wire import (
     Borrow,
     Lent,
     Present,
+    Return,
     Unknown,
     read_by_reader,
     read_by_source,
@@ -182,6 +183,52 @@ def test_the_content_of_another_block_is_a_miss(world: World, lender: Engine, re
     )
     assert reader.fetch(wish, key(1)) == [NO]
     assert misses(reader) == {PeerMiss.CHECKSUM: 1}
+
+
+def lent_checksum(engine: Engine) -> int:
+    """Return the checksum with which an engine lends chunk 1 to its reader."""
+    loan = Borrow(98, engine.tiers.num_resets, 1.0, [key(1)])
+    lent = engine.lender.answer(b"reader", loan, engine.world.now_s)
+    assert isinstance(lent, Lent)
+    engine.lender.answer(b"reader", Return(98), engine.world.now_s)
+    return lent.checksums[0]
+
+
+@pytest.mark.parametrize("end", ["discard", "evict", "reset"])
+def test_the_checksum_of_a_lent_chunk_is_computed_once_until_the_chunk_ends(
+    lender: Engine, reader: Engine, end: str
+) -> None:
+    reader.fetch(reader.wish(lender), key(3))
+    first = lent_checksum(lender)
+    lender.slot(lender.cpu.slot(key(1)))[0] ^= 1
+    assert lent_checksum(lender) == first
+    if end == "discard":
+        assert lender.cpu.discard(key(1))
+        lender.announced.discard(key(1))
+    elif end == "evict":
+        lender.store(*map(key, range(20, 28)))
+    else:
+        lender.reset()
+    lender.store(key(1))
+    lender.slot(lender.cpu.slot(key(1)))[0] ^= 1
+    assert lent_checksum(lender) == lender.slots.checksum(key(1), lender.cpu.slot(key(1))) != first
+
+
+def test_a_reset_while_checksums_are_computed_leaves_none_of_the_former_weights(
+    lender: Engine, reader: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader.fetch(reader.wish(lender), key(3))
+    checksum = lender.slots.checksum
+
+    def reset_meanwhile(key: OffloadKey, slot: int) -> int:
+        lender.reset()
+        return checksum(key, slot)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lender.lender, "_checksum", reset_meanwhile)
+        former = lent_checksum(lender)
+    lender.store(key(1))
+    assert lent_checksum(lender) == checksum(key(1), lender.cpu.slot(key(1))) != former
 
 
 def test_a_source_that_dies_during_a_transfer_is_a_miss(lender: Engine, reader: Engine) -> None:

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, Protocol
 PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
 BACKEND = "UCX"
 HOST_MEMORY = "DRAM"
+# NIXL's own thread looks for work after this time even if no event of the network wakes it.
+PROGRESS_WAIT_US = 10_000
 # The only error after which NIXL surely writes nothing more.
 DISCONNECTED = "REMOTE_DISCONNECT"
 
@@ -77,7 +79,7 @@ class NixlPlane:
         """
         api = _api()
         try:
-            self._agent = api.nixl_agent(name, api.nixl_agent_config(backends=[BACKEND]))
+            self._agent = _agent(api, name)
             self._registered = self._agent.register_memory([(address, size_bytes, 0, "")], HOST_MEMORY)
             self._metadata: bytes = self._agent.get_agent_metadata()
         except Exception as error:
@@ -159,6 +161,25 @@ def _api() -> Any:
     raise ValueError(
         "peer_port is set, and NIXL is not installed: pip install --no-deps nixl-cu12, or leave peer_port out"
     )
+
+
+def _agent(api: Any, name: str) -> Any:
+    """Return an agent whose own thread sleeps until an event of the network.
+
+    NIXL's Python class lets that thread wait for 0 µs (1.5.1): it keeps a core busy even while nothing is fetched, and competes
+    with the thread that copies. The class has no argument for this, so its inner agent is replaced, which has no backend
+    and no thread yet.
+    """
+    agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
+    # A version of NIXL that differs here keeps its own agent, which works, too.
+    with contextlib.suppress(AttributeError, TypeError):
+        config = api.nixlBind.nixlAgentConfig()
+        config.useProgThread = True
+        config.pthrDelay = PROGRESS_WAIT_US
+        config.syncMode = api.nixlBind.NIXL_THREAD_SYNC_NONE
+        agent.agent = api.nixlBind.nixlAgent(name, config)
+    agent.create_backend(BACKEND, {})
+    return agent
 
 
 def _quietly(function: Any, argument: Any) -> None:

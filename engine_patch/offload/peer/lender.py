@@ -8,7 +8,7 @@ its loan may find another chunk's content, which its checksum reveals.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -94,6 +94,14 @@ class Lendable(Protocol):
 
     def by_worth(self) -> tuple[list[OffloadKey], dict[int, int]]:
         """Return all chunks that can be read, the most valuable first, and the known blocks before blocks."""
+        ...
+
+    def checksums(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, int]:
+        """Return the checksums of those chunks that were lent before, and are the same since."""
+        ...
+
+    def keep_checksums(self, checksums: Mapping[OffloadKey, int], num_resets: int) -> None:
+        """Remember the checksums of chunks that were lent when the tiers had been reset `num_resets` times."""
         ...
 
     def take_back(self, keys: Sequence[OffloadKey], num_resets: int) -> None:
@@ -253,11 +261,23 @@ class Lender:
             self._lent_chunks += len(lent_keys)
             self.counts.lent += len(lent_keys)
         try:
-            sums = [self._checksum(key, slot) if slot >= 0 else 0 for key, slot in zip(keys, slots, strict=True)]
+            sums = self._checksums(keys, slots, message.resets)
         except BaseException:
             self._end(name)
             raise
         return Lent(message.number, slots, sums)
+
+    def _checksums(self, keys: Sequence[OffloadKey], slots: Sequence[int], num_resets: int) -> list[int]:
+        """Return the checksums of chunks that are lent, and 0 for the others."""
+        known = self._tiers.checksums(keys)
+        computed = {
+            key: self._checksum(key, slot)
+            for key, slot in zip(keys, slots, strict=True)
+            if slot >= 0 and key not in known
+        }
+        self._tiers.keep_checksums(computed, num_resets)
+        known |= computed
+        return [known[key] if slot >= 0 else 0 for key, slot in zip(keys, slots, strict=True)]
 
     def _end(self, name: tuple[bytes, int]) -> None:
         loan = self._loans.pop(name, None)

@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import zmq
@@ -91,6 +92,8 @@ class PeerClient:
         self._outcomes: deque[Outcome] = deque()
         self._is_closing = threading.Event()
         self._links: dict[PeerSource, _Open] = {}
+        # Its thread starts with the first check.
+        self._checks = ThreadPoolExecutor(1, "kvrouter-check")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._woken = self._context.socket(zmq.PAIR)
         self._woken.bind(WAKE)
@@ -118,6 +121,7 @@ class PeerClient:
         self._is_closing.set()
         self._wake()
         self._thread.join()
+        self._checks.shutdown()
         self._waker.close(0)
         self._context.term()
         self._plane.close()
@@ -257,7 +261,7 @@ class PeerClient:
             with contextlib.suppress(zmq.Again):
                 socket.send(encode(message), zmq.NOBLOCK)
 
-        link = PeerLink(self._plane, self._memory, self._facts, send, self._outcomes.append)
+        link = PeerLink(self._plane, self._memory, self._facts, send, self._outcomes.append, self._checks)
         opened = self._links[source] = _Open(link, socket)
         opened.used_s = now_s
         return opened

@@ -85,6 +85,8 @@ class CpuTier:
         self._slots: dict[OffloadKey, int] = {}
         self._writing: set[OffloadKey] = set()
         self._pins: dict[OffloadKey, int] = {}
+        # The checksums of some READY chunks, each kept as long as its chunk.
+        self.checksums: dict[OffloadKey, int] = {}
         # The lowest slot is taken first, so that memory pages that were never needed are never touched.
         self._free = list(range(num_slots - 1, -1, -1))
         # The number of transfers that must end before a slot of a cleared tier is free, by slot.
@@ -177,7 +179,7 @@ class CpuTier:
             raise self._wrong(key, "cannot be abandoned")
         self._writing.remove(key)
         self._policy.discard(key)
-        self._free.append(self._slots.pop(key))
+        self._free_slot(key)
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
         """Add one pin to each READY chunk, which keeps its slot while pinned.
@@ -221,7 +223,7 @@ class CpuTier:
         if not self._evictable(key):
             return False
         self._policy.discard(key)
-        self._free.append(self._slots.pop(key))
+        self._free_slot(key)
         return True
 
     def clear(self, busy_slots: Iterable[int] | None = None) -> list[OffloadKey]:
@@ -245,6 +247,7 @@ class CpuTier:
         self._slots.clear()
         self._writing.clear()
         self._pins.clear()
+        self.checksums.clear()
         self._policy.clear()
         self._free = [slot for slot in range(self.num_slots - 1, -1, -1) if slot not in self._withheld]
         return ready_keys
@@ -262,6 +265,10 @@ class CpuTier:
         else:
             del self._withheld[slot]
             self._free.append(slot)
+
+    def _free_slot(self, key: OffloadKey) -> None:
+        self._free.append(self._slots.pop(key))
+        self.checksums.pop(key, None)
 
     def _evictable(self, key: OffloadKey) -> bool:
         return key in self._slots and key not in self._writing and key not in self._pins
@@ -294,7 +301,7 @@ class CpuTier:
             if self._evictable(key):
                 self._policy.evictable_again(key)
         for key in victims:
-            self._free.append(self._slots.pop(key))
+            self._free_slot(key)
         self.evicted_total += count
         return victims
 

@@ -13,7 +13,7 @@ evicted for another.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import compress
@@ -452,6 +452,17 @@ class Tiering:
             self._cpu.pin(ready)
             ready_keys = set(ready)
             return [self._cpu.slot(key) if key in ready_keys else NO_SLOT for key in keys]
+
+    def checksums(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, int]:
+        """Return the checksums of those chunks that were lent before, and are the same since."""
+        with self.lock:
+            return {key: self._cpu.checksums[key] for key in keys if key in self._cpu.checksums}
+
+    def keep_checksums(self, checksums: Mapping[OffloadKey, int], num_resets: int) -> None:
+        """Remember the checksums of chunks that were lent when the tiers had been reset `num_resets` times."""
+        with self.lock:
+            if num_resets == self.counts.resets:
+                self._cpu.checksums.update(checksums)
 
     def take_back(self, keys: Sequence[OffloadKey], num_resets: int) -> None:
         """Unpin chunks that were lent when the tiers had been reset `num_resets` times; a reset ends all pins."""
