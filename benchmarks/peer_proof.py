@@ -2,9 +2,10 @@
 """Claim: engines that fetch chunks from each other give the answers of an engine without any cache.
 
 Three real engines (the CPU build of the engine tests, tiny hybrid models) with CPU tiers that are far too small fetch
-from each other over TCP, several prompts at a time. Each answer is compared, each chunk that did not come must have a
-counted reason, and chunks that a source held at first and that did not come are at most 2 % of those that were to come.
-The exit status is 1 if a claim is broken.
+from each other over TCP, one or several prompts at a time. Each answer is compared, and the reuse of prompts that run
+alone in their engine with the router's prediction, which is exact for the engine's own tiers. Each chunk that did not
+come must have a counted reason, and chunks that a source held at first and that did not come are at most 2 % of those
+that were to come. The exit status is 1 if a claim is broken.
 
     make peer-proof ARGS="--prompts 600 --json FILE"
 """

@@ -89,7 +89,8 @@ class Child:
         A request's `tiers` lists the media that the prompt may load from; None allows all of them. `source` is the port of
         an engine on this machine from which missing chunks may be fetched, or None; with `hinted`, it is named by an
         envelope of hints. An answer's `place` is its place in the order in which the requests ended, `fetched` the number
-        of chunks that came from the source, and `uncounted` the number of those that did not come for no counted reason.
+        of chunks that came from the source, `unmet` the place, hash and counted reason of each chunk that did not come, and
+        `uncounted` the number of those that did not come for no counted reason.
         """
         engine = self.llm.llm_engine
         ids = [self._add(request) for request in requests]
@@ -202,8 +203,8 @@ class Child:
 
         def add(medium: str, keys: Iterable[bytes]) -> None:
             for key in keys:
-                place = f"g{int.from_bytes(key[-4:], 'big')}:{medium}"
-                places.setdefault(place, set()).add(int.from_bytes(key[-12:-4], "big"))
+                place, block_hash = place_of(key, medium)
+                places.setdefault(place, set()).add(block_hash)
 
         add("GPU", self.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache)
         if self.manager is not None:
@@ -296,6 +297,8 @@ class PullLedger:
         peers = None if manager is None else manager._tiering.peers
         if peers is None:
             return
+        from kvrouter.engine_patch.offload.peer.peer_miss import PeerMiss
+
         wanted: dict[int, set[bytes]] = {}
         finish = manager.on_request_finished
 
@@ -315,7 +318,11 @@ class PullLedger:
                 missing = wanted.pop(id(wish), set()) - wish.pulled
                 self._requests[req_context.req_id] = {
                     "fetched": len(wish.pulled),
-                    "missed": sum(not isinstance(wish.presence[key], bool) for key in missing),
+                    "unmet": [
+                        [*place_of(key, "CPU"), presence.value]
+                        for key, presence in wish.presence.items()
+                        if isinstance(presence, PeerMiss)
+                    ],
                     "uncounted": sum(isinstance(wish.presence[key], bool) for key in missing),
                 }
             finish(req_context)
@@ -327,7 +334,7 @@ class PullLedger:
         """Return a request's numbers of chunks. vLLM appends a suffix to the names of requests."""
         for full_name in [full_name for full_name in self._requests if full_name.startswith(f"{name}-")]:
             return self._requests.pop(full_name)
-        return {"fetched": 0, "missed": 0, "uncounted": 0}
+        return {"fetched": 0, "unmet": [], "uncounted": 0}
 
 
 def _answer(output: Any) -> dict[str, Any]:
@@ -339,6 +346,11 @@ def _answer(output: Any) -> dict[str, Any]:
             sorted((token, logprob.logprob) for token, logprob in step.items()) for step in answer.logprobs or []
         ],
     }
+
+
+def place_of(key: bytes, medium: str) -> tuple[str, int]:
+    """Return the place of a chunk and its hash, as events have it."""
+    return f"g{int.from_bytes(key[-4:], 'big')}:{medium}", int.from_bytes(key[-12:-4], "big")
 
 
 def page_of(pages: Any, block_id: int) -> bytes:
