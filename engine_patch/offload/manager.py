@@ -48,7 +48,7 @@ class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
         self,
         tiering: Tiering,
         sample: Callable[[], Sample],
-        release: Callable[[], None],
+        close: Callable[[Tiering], None],
         shared_disk: bool = False,
         facts: Mapping[str, str | int] | None = None,
         peer_address: Callable[[], PeerAddress | None] = lambda: None,
@@ -58,7 +58,7 @@ class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
         Args:
             tiering: The tiers.
             sample: Returns the values of the metrics.
-            release: Called last, at the shutdown.
+            close: Closes the tiers and releases their memory, at the shutdown.
             shared_disk: Whether another engine writes the disk.
             facts: Facts that never change, for `vllm:kv_offload_config_info`.
             peer_address: Returns where chunks are lent to other engines, None if they are not.
@@ -66,7 +66,7 @@ class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
         self._tiering = tiering
         self._disk_locality = base.Locality.REMOTE if shared_disk else base.Locality.LOCAL
         self._sample = sample
-        self._release = release
+        self._close = close
         self._facts = dict(facts or {})
         # Called by the patch's hooks for the catalog that they declare (`hooks/offload_events.py`).
         self.peer_address = peer_address
@@ -167,8 +167,7 @@ class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Close the tiers and release their memory."""
         # Without the lock, which the thread that lends may need for its last answer.
-        self._tiering.close()
-        self._release()
+        self._close(self._tiering)
 
     # Events and metrics
 

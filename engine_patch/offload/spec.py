@@ -119,9 +119,7 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
             def peer_address() -> PeerAddress | None:
                 return None if peering is None else peering.address(tiering.num_resets, self._token_bytes())
 
-            self._manager = HybridOffloadingManager(
-                tiering, sampling, self._release, shared, self._facts(), peer_address
-            )
+            self._manager = HybridOffloadingManager(tiering, sampling, self._close, shared, self._facts(), peer_address)
             log.info(
                 "kvrouter: %d chunks of %d bytes in CPU memory (%s)%s",
                 self._num_slots,
@@ -141,9 +139,11 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
             self._worker = HybridOffloadingWorker(transfers, self.blocks_per_chunk, region)
         return self._worker
 
-    def _release(self) -> None:
+    def _close(self, tiering: Tiering) -> None:
+        # Readers get no loan of memory that is about to be released.
         if self._peering is not None:
             self._peering.stop_lending()
+        tiering.close()
         if self._shared_region is not None:
             self._shared_region.close()
 

@@ -14,7 +14,8 @@ import msgspec
 import pytest
 
 from kvrouter.engine_patch.offload.key import OffloadKey
-from kvrouter.engine_patch.offload.peer.peer_link import Pulled
+from kvrouter.engine_patch.offload.peer.lender import NO_SLOT
+from kvrouter.engine_patch.offload.peer.peer_link import LOAN_MARGIN_S, RETRY_S, Pulled, PullJob
 from kvrouter.engine_patch.offload.peer.peer_miss import PeerMiss
 from kvrouter.engine_patch.offload.peer.peer_source import (
     MAX_TIMEOUT_S,
@@ -164,6 +165,18 @@ def test_a_source_that_does_not_answer_costs_one_deadline_and_is_left_alone_for_
     assert reader.fetch(later, key(1)) == [NO]
     assert misses(reader) == {PeerMiss.DEADLINE: 1, PeerMiss.GONE: 1}
     assert world.now_s == 100.0 + TIMEOUT_S
+
+
+def test_a_source_that_missed_the_hello_before_a_loan_is_greeted_again(
+    world: World, lender: Engine, reader: Engine
+) -> None:
+    reader.fetcher.submit(lender.source, PullJob(1, [key(1)], [0], 0, world.now_s + TIMEOUT_S))
+    world.to_source.clear()
+    world.now_s += TIMEOUT_S
+    world.turn()
+    assert reader.fetcher.outcomes == [Pulled(key(1), 0, PeerMiss.DEADLINE)]
+    world.now_s += RETRY_S
+    assert reader.fetch(reader.wish(lender), key(1)) == [YES]
 
 
 def test_damaged_content_is_a_miss(lender: Engine, reader: Engine) -> None:
@@ -362,6 +375,16 @@ def test_a_source_lends_a_bounded_part_of_its_chunks(world: World, lender: Engin
         reader.step(wish, *map(key, range(1, 8)))
     assert lender.lender.lent_chunks == 4
     assert misses(reader) == {PeerMiss.BUSY: 3}
+
+
+def test_chunks_that_the_source_lacks_take_no_part_of_what_it_lends(
+    world: World, lender: Engine, reader: Engine
+) -> None:
+    reader.fetch(reader.wish(lender), key(3))
+    absent, held = [key(number) for number in range(20, 24)], [key(1), key(2)]
+    lent = lender.lender.answer(b"reader", Borrow(98, 0, 1.0, absent + held), world.now_s)
+    assert isinstance(lent, Lent)
+    assert lent.slots == [NO_SLOT] * len(absent) + [lender.cpu.slot(chunk) for chunk in held]
 
 
 @pytest.mark.parametrize("loan_s", [math.nan, math.inf, -1.0, 1e300])
@@ -665,6 +688,26 @@ def test_a_stopped_hand_over_keeps_what_came(world: World) -> None:
         transfer.hangs = False
     finish(world, reader, warming)
     assert warming.end == WarmEnd.STOPPED and len(reader.announced) == 8
+
+
+def test_a_transfer_that_never_ends_keeps_no_hand_over_after_its_end(world: World) -> None:
+    lender, reader = divided_worlds(world)
+    reader.plane.hangs = True
+    warming = reader.warm(lender, within_s=TIMEOUT_S)
+    for _ in range(6):
+        world.turn()
+    world.now_s += TIMEOUT_S
+    world.turn()
+    assert warming.end == WarmEnd.TIME and reader.tiers.advance_warming()
+    world.now_s += LOAN_MARGIN_S
+    assert not reader.tiers.advance_warming()
+    assert warming.warmed().missed == 8 and reader.cpu.usage.writing == 8
+    # What arrives after all is announced, and its slots are used again.
+    for transfer in reader.plane.under_way:
+        transfer.hangs = False
+    world.turn()
+    reader.step(PromotionRequest())
+    assert len(reader.announced) == 8 and reader.cpu.usage.writing == 0
 
 
 def test_a_request_waits_for_a_chunk_that_a_hand_over_fetches_no_longer_than_for_its_own(world: World) -> None:

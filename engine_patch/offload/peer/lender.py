@@ -84,11 +84,11 @@ class Lendable(Protocol):
         """Return for each chunk whether it can be read now; those that can are not the next to be evicted."""
         ...
 
-    def lend(self, keys: Sequence[OffloadKey], num_resets: int, is_use: bool = True) -> list[int]:
-        """Pin the chunks that can be read, and return for each its slot, or NO_SLOT.
+    def lend(self, keys: Sequence[OffloadKey], num_resets: int, most: int, is_use: bool = True) -> list[int]:
+        """Pin the first `most` chunks that can be read, and return the slot of each.
 
-        If the tiers were not reset exactly `num_resets` times, nothing is lent, and each is OTHER_WEIGHTS. `is_use` says whether
-        the chunks count as used.
+        The others have NO_SLOT if they cannot be read, else LENT_TOO_MUCH. If the tiers were not reset exactly `num_resets`
+        times, nothing is lent, and each is OTHER_WEIGHTS. `is_use` says whether the chunks count as used.
         """
         ...
 
@@ -250,9 +250,8 @@ class Lender:
         if name in self._loans:
             self.counts.bad_messages += 1
             return Refused(PeerMiss.PROTOCOL.value, "each loan of a reader needs a number of its own")
-        room = self._max_lent_chunks - self._lent_chunks
-        slots = self._tiers.lend(keys[: max(room, 0)], message.resets, message.is_use)
-        slots += [LENT_TOO_MUCH] * (len(keys) - len(slots))
+        room = max(self._max_lent_chunks - self._lent_chunks, 0)
+        slots = self._tiers.lend(keys, message.resets, room, message.is_use)
         lent_keys = [key for key, slot in zip(keys, slots, strict=True) if slot >= 0]
         if lent_keys:
             # A number that is not one ends the loan at once, too.

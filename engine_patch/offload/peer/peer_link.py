@@ -282,17 +282,20 @@ class PeerLink:
     def tick(self, now_s: float) -> None:
         """Collect transfers, begin others, and end what is overdue."""
         self._collect(now_s)
+        has_overdue = False
         for number, job in list(self._questions.items()):
             if job.deadline_s <= now_s:
+                has_overdue = True
                 del self._questions[number]
                 self._done(unanswered(job, PeerMiss.DEADLINE))
-                if self._welcome is None:
-                    # No engine answers there.
-                    self._failure = (PeerMiss.GONE, now_s + RETRY_S)
-                    self._has_said_hello = False
         for pull in list(self._pulls.values()):
             if pull.job.deadline_s <= now_s and not pull.is_given_up:
+                has_overdue = True
                 self._give_up(pull, PeerMiss.DEADLINE)
+        if has_overdue and self._welcome is None:
+            # No engine answers there, or it did not get the hello.
+            self._failure = (PeerMiss.GONE, now_s + RETRY_S)
+            self._has_said_hello = False
         self._begin_pieces(now_s)
         self._compare(MAX_PIECES if self._has_queue else 0)
 

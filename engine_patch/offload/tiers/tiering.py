@@ -20,7 +20,7 @@ from itertools import compress
 from typing import NamedTuple, Protocol
 
 from kvrouter.engine_patch.offload.key import OffloadKey, short_hash
-from kvrouter.engine_patch.offload.peer.lender import NO_SLOT, OTHER_WEIGHTS
+from kvrouter.engine_patch.offload.peer.lender import LENT_TOO_MUCH, NO_SLOT, OTHER_WEIGHTS
 from kvrouter.engine_patch.offload.tiers.cpu_tier import ChunkState, CpuTier
 from kvrouter.engine_patch.offload.tiers.lineage import Lineage, Trail
 from kvrouter.engine_patch.offload.tiers.peer_tier import PeerTier
@@ -437,21 +437,22 @@ class Tiering:
         with self.lock:
             return self._cpu.by_worth(), {} if self.lineage is None else self.lineage.copy()
 
-    def lend(self, keys: Sequence[OffloadKey], num_resets: int, is_use: bool = True) -> list[int]:
-        """Pin the chunks that are ready in CPU memory, and return for each its slot, or NO_SLOT.
+    def lend(self, keys: Sequence[OffloadKey], num_resets: int, most: int, is_use: bool = True) -> list[int]:
+        """Pin the first `most` chunks that are ready in CPU memory, and return the slot of each.
 
-        If the tiers were not reset exactly `num_resets` times, nothing is lent, and each is OTHER_WEIGHTS. `is_use` says whether
-        the chunks count as used.
+        The others have NO_SLOT if they are not ready, else LENT_TOO_MUCH. If the tiers were not reset exactly `num_resets`
+        times, nothing is lent, and each is OTHER_WEIGHTS. `is_use` says whether the chunks count as used.
         """
         with self.lock:
             if num_resets != self.counts.resets:
                 return [OTHER_WEIGHTS] * len(keys)
             ready = [key for key in keys if self._cpu.state(key) is ChunkState.READY]
+            lent, refused = ready[:most], set(ready[most:])
             if is_use:
-                self._touch(ready)
-            self._cpu.pin(ready)
-            ready_keys = set(ready)
-            return [self._cpu.slot(key) if key in ready_keys else NO_SLOT for key in keys]
+                self._touch(lent)
+            self._cpu.pin(lent)
+            slots = {key: self._cpu.slot(key) for key in lent}
+            return [slots.get(key, LENT_TOO_MUCH if key in refused else NO_SLOT) for key in keys]
 
     def checksums(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, int]:
         """Return the checksums of those chunks that were lent before, and are the same since."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvrouter.engine_patch.offload.key import OffloadKey
-from kvrouter.engine_patch.offload.peer.peer_link import Shared
+from kvrouter.engine_patch.offload.peer.peer_link import LOAN_MARGIN_S, Shared
 from kvrouter.engine_patch.offload.peer.peer_miss import PeerMiss
 from kvrouter.engine_patch.offload.peer.peer_source import PeerSource
 from kvrouter.engine_patch.offload.tiers.peer_wish import PeerWish
@@ -121,14 +121,20 @@ class Warming:
         self.chunks_left -= len(batch.keys)
 
     def check_batch(self) -> Batch | None:
-        """Return the batch if all of its transfers have ended, after noting their outcomes; else None."""
+        """Return the batch if all of its transfers have ended, after noting their outcomes; else None.
+
+        After the end of the hand-over, a batch that is overdue is returned, too, so that a transfer that never ends keeps
+        neither the thread nor the next hand-over waiting. Its slots stay reserved.
+        """
         if self.batch is None:
             return None
         batch = self.batch
         wish, keys = batch.wish, batch.keys
         misses = [wish.presence.get(key) for key in keys if key not in wish.pulled]
         if not all(isinstance(miss, PeerMiss) for miss in misses):
-            return None
+            assert wish.deadline_s is not None
+            if not self.end or self._clock() < wish.deadline_s + LOAN_MARGIN_S:
+                return None
         self.batch = None
         self._try_again(batch)
         arrived = [key for key in keys if key in wish.pulled]
