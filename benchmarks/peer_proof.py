@@ -25,8 +25,8 @@ from benchmarks.engine_venv import enter
 
 # A chunk that the source held when it was queried, and that did not come. The rest is computed, so more costs time only.
 MAX_SHORTFALL_SHARE = 0.02
-# The tiers' part of a step may keep the other requests waiting for so long: it has no wait, and two cores are shared by
-# four engines here.
+# The tiers' part of a step may keep the other requests waiting for so long: it has no wait. Time in which a busy machine
+# had no core for the call is not counted; what other threads of the engine wait for is.
 MAX_CALL_S = 0.5
 # No telemetry, one thread for each engine, and the transport that works between machines.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "UCX_TLS": "tcp,self"}

@@ -106,7 +106,7 @@ class Summary(msgspec.Struct):
     different_pages: int = 0
     # Engines whose announcements differ from what they hold.
     wrong_ledgers: int = 0
-    # The longest call of each engine's scheduler, in which the tiers do their part of a step.
+    # The longest call of each engine's scheduler, in which the tiers do their part of a step, without time without a core.
     slowest_call_s: list[float] = []
     examples: list[str] = []
 

@@ -53,7 +53,7 @@ def loaded_blocks(num_tokens: int) -> int:
 
 @contextmanager
 def two_loads(num_blocks: int, spec: dict[str, str], model: Path) -> Iterator[Oracle]:
-    """Run two prompts whose beginnings are in CPU memory alone for some steps, in a GPU cache of so many blocks."""
+    """Run two prompts whose beginnings are in CPU memory alone for some steps, in a GPU cache of `num_blocks`."""
     rng = Random(1)
     group_set = replace(LAYOUT, num_blocks=num_blocks)
     offload: dict[str, Any] = spec | OffloadSet(group_set, CPU_CHUNKS).connector_config()
