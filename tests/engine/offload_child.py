@@ -295,7 +295,7 @@ class PullLedger:
     """The chunks that each request began to fetch, noted beside the tier's own counts."""
 
     def __init__(self, manager: Any) -> None:
-        self._requests: dict[str, dict[str, int]] = {}
+        self._requests: dict[str, dict[str, Any]] = {}
         peers = None if manager is None else manager._tiering.peers
         if peers is None:
             return
@@ -332,8 +332,8 @@ class PullLedger:
         peers.pull, peers.no_room = noting(peers.pull), noting(peers.no_room)
         manager.on_request_finished = on_request_finished
 
-    def take(self, name: str) -> dict[str, int]:
-        """Return a request's numbers of chunks. vLLM appends a suffix to the names of requests."""
+    def take(self, name: str) -> dict[str, Any]:
+        """Return what became of the chunks of a request. vLLM appends a suffix to the names of requests."""
         for full_name in [full_name for full_name in self._requests if full_name.startswith(f"{name}-")]:
             return self._requests.pop(full_name)
         return {"fetched": 0, "unmet": [], "uncounted": 0}

@@ -381,8 +381,9 @@ def test_chunks_that_the_source_lacks_take_no_part_of_what_it_lends(
     world: World, lender: Engine, reader: Engine
 ) -> None:
     reader.fetch(reader.wish(lender), key(3))
-    absent, held = [key(number) for number in range(20, 24)], [key(1), key(2)]
-    lent = lender.lender.answer(b"reader", Borrow(98, 0, 1.0, absent + held), world.now_s)
+    held = [key(1), key(2)]
+    absent = [key(number) for number in range(20, 24)]
+    lent = lender.lender.answer(b"reader", Borrow(98, 0, 1.0, [*absent, *held]), world.now_s)
     assert isinstance(lent, Lent)
     assert lent.slots == [NO_SLOT] * len(absent) + [lender.cpu.slot(chunk) for chunk in held]
 
