@@ -112,7 +112,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "lease_of_the_dead",
         f"{_STORE}/leases.py",
-        "return int(await self._transactions.reply(key, command(\"PTTL\", key))) > 0",
+        'return int(await self._transactions.reply(key, command("PTTL", key))) > 0',
         "return True",
         "No router takes over the workers of a router that died.",
     ),
@@ -284,7 +284,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "lost_gap_ignored",
         f"{_INGEST}/stock_feed.py",
         'f"{lost} ({item.reason}); residency before seq {item.next_seq} was dropped and is learned again"\n            )',
-        'lost\n            ) if False else None',
+        "lost\n            ) if False else None",
         "A gap that cannot be closed voids nothing.",
     ),
     Mutation(
@@ -304,7 +304,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "patch_life_ignored",
         "events/patch/cursor.py",
-        "            if epoch in self._past:\n                return False\n            self._enter_life(epoch, started_s, \"its messages come\")",
+        "            if epoch in self._past:\n                return False\n"
+        '            self._enter_life(epoch, started_s, "its messages come")',
         "            self._epoch = epoch",
         "Reports of another life continue the former one.",
     ),
