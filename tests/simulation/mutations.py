@@ -2,7 +2,8 @@
 """Faults that are put into the product on purpose, to see whether the simulation finds them.
 
 A fault is an edit of a source file, made while Python imports it, so nothing on the disk changes. `put_in` must be called
-before the first import of the product, because modules that are imported already stay as they are.
+before the first import of the product, because modules that are imported already stay as they are. No fault is in a
+compiled module, whose place Python source cannot take.
 """
 
 from __future__ import annotations
@@ -318,10 +319,10 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "one_removal_takes_all_copies",
-        f"{_INGEST}/copy_counts.py",
-        "        if copies == 1:\n            self.held.remove(slot)",
-        "        if copies >= 1:\n            self.held.remove(slot)",
-        "A removal of one of several copies removes the block.",
+        f"{_INGEST}/residency.py",
+        "            left = hashes[counts == 1]",
+        "            left = hashes",
+        "A removal of one of several copies removes the block from the mirror and from the store.",
     ),
     Mutation(
         "doubt_without_end",
