@@ -186,7 +186,8 @@ def _incr(space: Keyspace, words: Command) -> int:
 def _incrby(space: Keyspace, words: Command) -> int:
     _, key, text = words
     amount = integer(text)
-    number = integer(space.text(key) or b"0") + amount
+    text_before = space.text(key)
+    number = amount if text_before is None else integer(text_before) + amount
     if number not in _INT64:
         raise ReplyError("ERR increment or decrement would overflow")
     space.put(key, b"%d" % number, (b"INCRBY", key, text))
@@ -329,6 +330,7 @@ def _xadd(space: Keyspace, words: Command) -> bytes:
         stream.trim_length(length)
         options = (b"MAXLEN", b"~", b"%d" % length)
     space.put(key, stream, (b"XADD", key, *options, id_text(added), *fields))
+    space.news[key] = None
     return id_text(added)
 
 
@@ -377,7 +379,8 @@ class ReadRequest(NamedTuple):
     limit: int | None
     # How long it waits, 0 for ever and None not at all.
     block_ms: int | None
-    after: tuple[tuple[bytes, EntryId], ...]
+    # Each stream, and the id after which it is read.
+    after: tuple[tuple[bytes, bytes], ...]
 
 
 def read_request(words: Command) -> ReadRequest:
@@ -396,24 +399,20 @@ def read_request(words: Command) -> ReadRequest:
         del rest[:2]
     names = rest[1:]
     if not names or len(names) % 2:
-        raise ReplyError(
-            "ERR Unbalanced 'xread' list of streams: for each stream key an ID, '+', or '$' must be specified."
-        )
+        raise ReplyError("ERR Unbalanced 'xread' list of streams: for each stream key an ID or '$' must be specified.")
     half = len(names) // 2
     if {b"$", b"+"} & {*names[half:]}:
         raise NotBuilt(words)
-    return ReadRequest(count, block_ms, tuple(zip(names[:half], map(entry_id, names[half:]), strict=True)))
+    return ReadRequest(count, block_ms, tuple(zip(names[:half], names[half:], strict=True)))
 
 
 def _xread(space: Keyspace, words: Command) -> Reply:
     request = read_request(words)
-    streams = [(key, last, space.stream(key)) for key, last in request.after]
-    found = [
-        [key, [_shown(entry) for entry in stream.after(last, request.limit)]]
-        for key, last, stream in streams
-        if stream is not None and stream.entries and stream.last_id > last
-    ]
-    found = [part for part in found if part[1]]
+    streams = [(key, space.stream(key), entry_id(text)) for key, text in request.after]
+    found = []
+    for key, stream, last in streams:
+        if stream is not None and last < stream.last_id and (entries := stream.after(last, request.limit)):
+            found.append([key, list(map(_shown, entries))])
     return found or NULL_ARRAY
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -25,7 +26,9 @@ ADMIN = CONNECTIONS - 1
 # All times are multiples of this, so that the seconds that a real server takes do not count.
 UNIT_S = 1_000_000
 BEGIN_S = 1_795_000_000
-REPLY_TIMEOUT_S = 30.0
+REPLY_TIMEOUT_S = 5.0
+# No two requests come in one millisecond, so that ids order the entries of all streams alike on both sides.
+MOMENT_S, MOMENT_NS = 0.001, 1_000_000
 
 
 class Ref(NamedTuple):
@@ -67,12 +70,13 @@ class SimulatedSide:
     """The simulation's store, without a network."""
 
     def __init__(self, space: Keyspace) -> None:
-        self.now_s = BEGIN_S
+        self.now_s = float(BEGIN_S)
         self.node = Node(space, clock=lambda: self.now_s, rng=random.Random(0))
         self._sessions = [Session(self.node, str(number)) for number in range(CONNECTIONS)]
         self._readers = [hiredis.Reader() for _ in range(CONNECTIONS)]
 
     def send(self, connection: int, data: bytes) -> None:
+        self.now_s += MOMENT_S
         self._readers[connection].feed(self._sessions[connection].ask(data))
 
     def receive(self, connection: int) -> Any:
@@ -97,6 +101,9 @@ class RealSide:
             link.close()
 
     def send(self, connection: int, data: bytes) -> None:
+        last = time.time_ns() // MOMENT_NS
+        while time.time_ns() // MOMENT_NS == last:
+            pass
         self._sockets[connection].sendall(data)
 
     def receive(self, connection: int) -> Any:
@@ -260,7 +267,12 @@ class Chooser:
 
     def command(self, made_ids: int, *, blocks: bool = False) -> tuple[bytes | Ref, ...]:
         """Return a command of any family."""
-        words = self._of(self._rng.choice(FAMILIES), made_ids, blocks=blocks)
+        family = self._rng.choice(FAMILIES)
+        if self._rng.random() < 0.06:
+            # Each type keeps its deadline through its own commands.
+            key = self.key(family)
+            return self._rng.choice(((b"EXPIRE", key, b"%d" % (2 * UNIT_S)), (b"PTTL", key), (b"PTTL", key)))
+        words = self._of(family, made_ids, blocks=blocks)
         if self._rng.random() < 0.02:
             # Too few words.
             return words[:1]
@@ -285,7 +297,7 @@ class Chooser:
                             b"SCAN",
                             b"0",
                             b"MATCH",
-                            rng.choice((b"*", b"x*", b"?1", b"h\\1", b"[no")[:4]),
+                            rng.choice((b"*", b"x*", b"?1", b"h\\1")),
                             b"COUNT",
                             b"1000",
                         ),
@@ -315,6 +327,7 @@ class Chooser:
                         (b"HGETALL", key),
                         (b"HLEN", key),
                         (b"HDEL", key, name, rng.choice(_NAMES)),
+                        (b"HDEL", key, *_NAMES),
                         (b"HINCRBY", key, name, number),
                     )
                 )

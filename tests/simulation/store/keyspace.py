@@ -50,6 +50,8 @@ class Keyspace:
         self._limits = {"node_entries": node_entries, "node_bytes": node_bytes}
         # Called with each key that changes.
         self.touched: Callable[[bytes], None] = lambda key: None
+        # The streams that got entries, for the reads that wait.
+        self.news: dict[bytes, None] = {}
 
     def copy(self) -> Keyspace:
         """Return the same keys and values, which change on their own."""

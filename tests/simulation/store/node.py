@@ -15,6 +15,7 @@ from enum import Enum
 from tests.simulation.store.commands import COMMANDS, OK, NotBuilt, Order, Reply, Status
 from tests.simulation.store.keyspace import Command, Keyspace, ReplyError
 from tests.simulation.store.session import Session
+from tests.simulation.store.stream import Stream
 
 # Writes that a crash can lose at most; the copy executes earlier ones, in portions.
 KEPT_WRITES = 1_024
@@ -63,7 +64,6 @@ class Node:
         self.sessions: dict[Session, None] = {}
         self.watchers: dict[bytes, dict[Session, None]] = {}
         self.waiting: dict[Session, frozenset[bytes]] = {}
-        self._news: dict[bytes, None] = {}
         # Its state
         self.role = Role.PRIMARY
         self.policy = "noeviction"
@@ -77,14 +77,9 @@ class Node:
 
     # -- commands
 
-    def check(self, order: Order, *, queues: bool = False) -> None:
-        """Raise ReplyError if this server refuses the command now.
-
-        Args:
-            order: The command.
-            queues: Whether the command is queued by a transaction, which needs memory.
-        """
-        if self.is_full and not self._evict() and (order.grows or queues):
+    def check(self, order: Order) -> None:
+        """Raise ReplyError if this server refuses the command now."""
+        if self.is_full and not self._evict() and order.grows:
             raise ReplyError(NO_MEMORY)
         if self.is_disk_full and order.writes and self.role is Role.PRIMARY:
             raise ReplyError(NO_DISK)
@@ -121,8 +116,11 @@ class Node:
         self._tell_news()
 
     def _tell_news(self) -> None:
-        news, self._news = self._news, {}
-        for session in [session for session, keys in self.waiting.items() if keys & news.keys()]:
+        if not self.space.news:
+            return
+        news, self.space.news = self.space.news, {}
+        grown = {key for key in news if isinstance(self.space.values.get(key), Stream)}
+        for session in [session for session, keys in self.waiting.items() if keys & grown]:
             # An earlier one may have ended it.
             if session in self.waiting:
                 session.look_again()
@@ -130,8 +128,6 @@ class Node:
     def _touched(self, key: bytes) -> None:
         for session in self.watchers.get(key, ()):
             session.is_dirty = True
-        if self.waiting:
-            self._news[key] = None
 
     def now_ms(self) -> int:
         return int(self._clock() * 1_000)
@@ -211,6 +207,7 @@ class Node:
     def _catch_up(self, writes: int) -> None:
         for _ in range(writes):
             replay(self._behind.popleft(), self._copy)
+        self._copy.news.clear()
 
     @contextmanager
     def changing(self) -> Iterator[Keyspace]:

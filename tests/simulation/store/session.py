@@ -126,7 +126,7 @@ class Session(asyncio.Protocol):
     def _check(self, name: bytes, order: Order, words: Command) -> None:
         if len(words) != order.words and (order.words > 0 or len(words) < -order.words):
             raise ReplyError(f"ERR wrong number of arguments for '{name.decode().lower()}' command")
-        self.node.check(order, queues=self._queued is not None)
+        self.node.check(order)
 
     def _service(self, name: bytes, words: Command) -> Reply:
         if name in (b"EXEC", b"DISCARD"):
