@@ -113,6 +113,27 @@ def test_key_expires_on_the_virtual_clock() -> None:
     play(scene)
 
 
+def test_observer_sees_who_wrote_and_that_deadlines_are_of_no_client() -> None:
+    async def scene(store: Store) -> None:
+        seen: list[Any] = []
+        store.observe(lambda client, effects: seen.append((client, *effects)))
+        servers = await store.client("a")
+        await run(servers, "SET", "k", "v", "EX", 1)
+        await asyncio.sleep(2.0)
+        await run(servers, "GET", "k")
+        await run(servers, "INCR", "k")
+        store.evict(1)
+        deadline = seen[0][1][-1]
+        assert seen == [
+            ("a", (b"SET", b"k", b"v", b"PXAT", deadline)),
+            ("", (b"DEL", b"k")),
+            ("a", (b"INCRBY", b"k", b"1")),
+            ("", (b"DEL", b"k")),
+        ]
+
+    play(scene)
+
+
 def test_read_that_blocks_ends_with_news_or_in_time() -> None:
     async def scene(store: Store) -> None:
         loop = asyncio.get_running_loop()
@@ -288,5 +309,43 @@ def test_requests_of_a_closed_connection_are_still_executed() -> None:
             await request
         await asyncio.sleep(1.0)
         assert store.ask("GET", "k") == b"v"
+
+    play(scene)
+
+
+def test_sentinels_name_the_new_primary_and_a_replica_is_refused() -> None:
+    async def scene(store: Store) -> None:
+        servers = await store.client("a", by_sentinel=True)
+        await run(servers, "SET", "k", "1")
+        store.failover(0, Former.REPLICA, is_named=False)
+        with pytest.raises(StoreUnavailable, match="READONLY"):
+            await run(servers, "SET", "k", "2")
+        with pytest.raises(StoreUnavailable, match="no primary now"):
+            await run(servers, "SET", "k", "2")
+        store.name_primary()
+        await servers.relearn()
+        await run(servers, "SET", "k", "2")
+        assert store.ask("GET", "k") == b"2"
+        await servers.close()
+
+    play(scene)
+
+
+def test_node_that_was_cut_off_loses_what_it_took() -> None:
+    async def scene(store: Store) -> None:
+        left, right = await store.client("a", by_sentinel=True), await store.client("b", by_sentinel=True)
+        await run(left, "SET", "k", "both")
+        store.failover(0, Former.SERVING)
+        await right.relearn()
+        await run(right, "SET", "k", "right")
+        await run(left, "SET", "k", "left")
+        assert (await run(left, "GET", "k"), await run(right, "GET", "k")) == (b"left", b"right")
+        store.end_former()
+        await asyncio.sleep(0.1)
+        with pytest.raises(StoreUnavailable):
+            await run(left, "GET", "k")
+        assert await run(left, "GET", "k") == b"right"
+        await left.close()
+        await right.close()
 
     play(scene)

@@ -26,6 +26,10 @@ class Members(dict[bytes, None]):
 Value = bytes | dict[bytes, bytes] | Members | Stream
 
 
+class Expired(tuple[bytes, ...]):
+    """The effect of a deadline, which no client caused."""
+
+
 class ReplyError(Exception):
     """An error reply; its text is what the server sends."""
 
@@ -77,7 +81,7 @@ class Keyspace:
             if self.is_replica:
                 return None
             self.expired += 1
-            self.drop(key)
+            self.drop(key, Expired((b"DEL", key)))
             return None
         return self.values.get(key)
 
@@ -125,12 +129,12 @@ class Keyspace:
         self.effects.append(effect)
         self.touched(key)
 
-    def drop(self, key: bytes) -> bool:
+    def drop(self, key: bytes, effect: Command = ()) -> bool:
         """Delete `key`, and return whether it existed."""
         if self.values.pop(key, None) is None:
             return False
         self.deadlines.pop(key, None)
-        self.effects.append((b"DEL", key))
+        self.effects.append(effect or (b"DEL", key))
         self.touched(key)
         return True
 

@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from enum import Enum
 
 from tests.simulation.store.commands import COMMANDS, OK, NotBuilt, Order, Reply, Status
-from tests.simulation.store.keyspace import Command, Keyspace, ReplyError
+from tests.simulation.store.keyspace import Command, Expired, Keyspace, ReplyError
 from tests.simulation.store.session import Session
 from tests.simulation.store.stream import Stream
 
 # Writes that a crash can lose at most; the copy executes earlier ones, in portions.
 KEPT_WRITES = 1_024
-# Called with the client and the effects of each write that changed a key. The client is "" for the store itself.
+# Called with the client and the effects of each write that changed a key. The client is "" for what the store itself
+# does: faults, and deadlines that pass.
 Observer = Callable[[str, Sequence[Command]], None]
 
 NO_MEMORY = "OOM command not allowed when used memory > 'maxmemory'."
@@ -111,8 +112,14 @@ class Node:
         self._behind.append(effects)
         if len(self._behind) > 2 * KEPT_WRITES:
             self._catch_up(KEPT_WRITES)
+        expired = [effect for effect in effects if isinstance(effect, Expired)]
+        caused = [effect for effect in effects if not isinstance(effect, Expired)] if expired else effects
         for observer in self.observers:
-            observer(client, effects)
+            # Time stands still within a command, so that what has expired is gone before the rest.
+            if expired:
+                observer("", expired)
+            if caused:
+                observer(client, caused)
         self._tell_news()
 
     def _tell_news(self) -> None:

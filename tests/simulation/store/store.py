@@ -20,13 +20,14 @@ from kvrouter.router.base.redis_client.servers import Servers
 from tests.simulation.store.commands import COMMANDS, Reply
 from tests.simulation.store.keyspace import Keyspace
 from tests.simulation.store.node import Node, Observer, Role
+from tests.simulation.store.sentinel import SERVICE, SentinelSession
 from tests.simulation.store.session import Session
 from tests.simulation.store.stream import NODE_BYTES, NODE_ENTRIES
 from tests.simulation.store.wire import Wire
 
 PORT = 6379
-# What a host name ends with; the part before it is the client's name.
-DOMAIN = ".store"
+# A host name is the client's name and what it leads to: the present primary, the Sentinels, or one node by its number.
+STORE, SENTINEL, NODE = "store", "sentinel", "node"
 # A round trip in one rack, and one with a busy server.
 LATENCY_S = (0.00005, 0.002)
 
@@ -68,7 +69,11 @@ class Store:
         self._rng = rng
         self.latency_s = latency_s
         self.node = self._new_node(Keyspace(node_entries=node_entries, node_bytes=node_bytes))
-        self._former: list[Node] = []
+        # All nodes that run, by number: the last is the present primary, and the others are what failovers left.
+        self._number = 0
+        self._former: dict[int, Node] = {}
+        # The number of the node that the Sentinels name.
+        self._named = 0
         self.is_up = True
         # Whether a client that connects to a server that is down waits, in place of being refused.
         self._is_silent = False
@@ -79,32 +84,45 @@ class Store:
 
     # -- clients
 
-    def url(self, client: str) -> str:
-        """Return the URL under which `client` finds the store."""
-        return f"redis://{client}{DOMAIN}:{PORT}/0"
+    def url(self, client: str, *, by_sentinel: bool = False) -> str:
+        """Return the URL under which `client` finds the primary, itself or by the Sentinels."""
+        if by_sentinel:
+            return f"redis+sentinel://{client}.{SENTINEL}:{PORT}/{SERVICE}/0"
+        return f"redis://{client}.{STORE}:{PORT}/0"
 
-    async def client(self, name: str) -> Servers:
+    async def client(self, name: str, *, by_sentinel: bool = False) -> Servers:
         """Return what the product's parts work with, opened as the product opens it."""
-        return await Servers.open(self.url(name))
+        return await Servers.open(self.url(name, by_sentinel=by_sentinel))
 
     async def create_connection(
         self, factory: Callable[[], asyncio.BaseProtocol], host: str, port: int = PORT, **_: Any
     ) -> tuple[asyncio.BaseTransport, asyncio.BaseProtocol]:
         """Connect the client that `host` names, in place of the event loop's method."""
-        name = host.removesuffix(DOMAIN)
+        name, _, target = host.rpartition(".")
         await asyncio.sleep(self._latency())
-        while name in self._cut or (self._is_silent and not self.is_up):
+        while name in self._cut or (self._is_silent and not self.is_up and target != SENTINEL):
             self._reachable.clear()
             await self._reachable.wait()
-        if not self.is_up:
+        far = self._session(name, target)
+        if far is None:
             raise ConnectionRefusedError(111, f"Connect call failed ('{host}', {port})")
         protocol = factory()
-        session = Session(self.node, name)
-        wire = Wire(protocol, session, latency=self._latency, rng=self._rng, name=name)
+        # A number of its own for each, so that the order in which connections end moves nothing else.
+        rng = random.Random(self._rng.getrandbits(64))
+        wire = Wire(protocol, far, latency=lambda: rng.uniform(*self.latency_s), rng=rng, name=name)
         self._wires = {known: None for known in self._wires if not known.is_over}
         self._wires[wire] = None
         wire.start()
         return wire.near, protocol
+
+    def _session(self, client: str, target: str) -> asyncio.Protocol | None:
+        """Return the server's side of a new connection, None if no server is there."""
+        if target == SENTINEL:
+            return SentinelSession(lambda: (f"{client}.{NODE}{self._named}", PORT))
+        number = self._number if target == STORE else int(target.removeprefix(NODE))
+        if number == self._number:
+            return Session(self.node, client) if self.is_up else None
+        return Session(self._former[number], client) if number in self._former else None
 
     def _latency(self) -> float:
         return self._rng.uniform(*self.latency_s)
@@ -155,29 +173,37 @@ class Store:
         former, self.node = self.node, self._new_node(self.node.lasting(lose_last))
         self.node.observers += self._observers
         self.node.policy = former.policy
-        for node in self._former:
+        for node in self._former.values():
             if node.role is Role.REPLICA:
                 node.follow(self.node)
         return former
 
-    def failover(self, lose_last: int = 0, former: Former = Former.GONE) -> None:
+    def failover(self, lose_last: int = 0, former: Former = Former.GONE, *, is_named: bool = True) -> None:
         """Put a replica in the place of the primary.
 
         Args:
             lose_last: How many writes the replica was behind, which are lost.
             former: What becomes of the old primary.
+            is_named: Whether the Sentinels know the new one now, and not only after `name_primary`.
         """
         old = self._replace(lose_last)
+        number, self._number = self._number, self._number + 1
+        if is_named:
+            self.name_primary()
         if former is Former.GONE:
             old.end()
             return
-        self._former.append(old)
+        self._former[number] = old
         if former is Former.REPLICA:
             old.follow(self.node)
 
+    def name_primary(self) -> None:
+        """Let the Sentinels name the present primary."""
+        self._named = self._number
+
     def end_former(self) -> None:
         """End the servers that failovers left running."""
-        for node in self._former:
+        for node in self._former.values():
             node.end()
         self._former.clear()
 
