@@ -231,6 +231,32 @@ def test_a_heartbeat_that_a_store_brings_back_vouches_for_nothing(world: World) 
     assert world.problem() is not None
 
 
+def test_a_heartbeat_that_an_older_replica_brings_back_vouches_for_nothing(world: World) -> None:
+    world.rounds(3, you=["w"])
+    replica = dict(world.fields)
+    for commits in range(1, 20):
+        world.beat("you", ["w"], commits=commits)
+        world.look()
+    # The replica lacks the last entries and heartbeats, and the log was loaded again from it.
+    world.fields = replica
+    world.look()
+    assert world.problem() is not None
+    world.beat("you", ["w"], commits=20)
+    world.look()
+    assert world.problem() is not None
+    assert world.me.routers == {"me", "you"}
+
+
+def test_a_router_that_begins_again_under_its_token_is_heard_from_its_second_heartbeat(world: World) -> None:
+    world.rounds(20, you=["w"])
+    world.counts.clear()
+    world.shown = Position(2, 0)
+    for is_vouched in (False, True):
+        world.beat("you", ["w"], lease=2)
+        world.look()
+        assert (world.problem() is None) is is_vouched
+
+
 def test_a_reader_that_is_always_a_heartbeat_behind_is_vouched_for(world: World) -> None:
     for commits in range(0, 400, 10):
         world.beat("you", ["w"], commits=commits)

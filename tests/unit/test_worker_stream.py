@@ -14,8 +14,10 @@ from kvrouter.events.patch.messages import PeerAddress
 from kvrouter.events.vllm.stream_items import Connected
 from kvrouter.router.app.core.worker_report import worker_status
 from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.follow.streams.stream_machine import Event
 from kvrouter.router.follow.streams.worker_record import INCIDENT_SHOWN_S
 from kvrouter.router.follow.streams.worker_stream import WorkerStream
+from kvrouter.router.index.store.commit import WorkerImage
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.stream_state import StreamState
 from tests.support.bare_services import bare_services
@@ -93,3 +95,24 @@ def test_the_status_of_a_worker_that_lends_has_the_address_and_that_of_any_other
     assert "peer" not in status()
     record.view = msgspec.structs.replace(record.view, peer=PeerAddress("10.0.0.7", 5710, exchange="a"))
     assert status()["peer"] == {"host": "10.0.0.7", "port": 5710}
+
+
+async def test_an_older_image_is_in_doubt_until_its_follower_is_judged_again(stage: Stage) -> None:
+    stage.connect()
+    stream = stage.stream
+    fields = stream.record.state_fields()
+    stream.record.step(Event.LEASE_ELSEWHERE)
+
+    def load(commits: int) -> StreamState:
+        stream.take_image(WorkerImage(stream.worker, "e", commits, fields, "0-0", commits, {}))
+        return stream.view.state
+
+    assert load(9) is StreamState.SUSPECT
+    stream.follower_heard(None)
+    assert stream.view.state is StreamState.LIVE
+    # A reload that loses nothing changes nothing.
+    assert load(9) is StreamState.LIVE
+    # A replica that lacks the last writes was promoted.
+    assert load(8) is StreamState.SUSPECT and "not confirmed yet" in stream.view.reason
+    stream.follower_heard(None)
+    assert stream.view.state is StreamState.LIVE

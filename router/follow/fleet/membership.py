@@ -162,6 +162,10 @@ class Membership:
             router = self._known[token] = _Router(token, heartbeat, self._first)
         elif router.heartbeat.count == heartbeat.count:
             router.unchanged_looks += 1
+        elif heartbeat.count < router.heartbeat.count:
+            # Either the store went back, and this heartbeat is older than what is known of its router, or a new process
+            # has the token. The next one decides.
+            router.heartbeat, router.unchanged_looks = heartbeat, 1
         else:
             router.heartbeat, router.beats, router.unchanged_looks = heartbeat, True, 0
         router.missing_looks = 0

@@ -19,6 +19,7 @@ from kvrouter.router.index.ingest.engine_liveness import EngineLiveness
 from kvrouter.router.model.workers.stream_state import CREDITED, SHOWN, StreamState, credited
 
 NO_FOLLOWER_YET = "no other router has been heard yet that follows this worker"
+IMAGE_UNCONFIRMED = "the router that follows this worker has not confirmed yet what was loaded from Redis"
 
 
 class Facts(msgspec.Struct):

@@ -26,7 +26,7 @@ from kvrouter.router.follow.streams.peer_view import RESTORE_ERRORS, PeerView, e
 from kvrouter.router.follow.streams.source_switch import PAUSED, SourceSwitch
 from kvrouter.router.follow.streams.stream_machine import Action, Event
 from kvrouter.router.follow.streams.stream_services import StreamServices
-from kvrouter.router.follow.streams.stream_view import NO_FOLLOWER_YET, Position
+from kvrouter.router.follow.streams.stream_view import IMAGE_UNCONFIRMED, NO_FOLLOWER_YET, Position
 from kvrouter.router.follow.streams.worker_record import WorkerRecord
 from kvrouter.router.index.ingest.counters import IngestCounters
 from kvrouter.router.index.ingest.engine_liveness import EngineLiveness
@@ -235,7 +235,11 @@ class WorkerStream:
 
     def take_image(self, image: WorkerImage) -> None:
         """Take the image that was loaded from Redis into the mirror."""
+        before = self.position
         self.record.peer.take_image(image)
+        if self.position.lease != before.lease or self.position.commits < before.commits:
+            # The last judgement of the follower was about other entries than those that the image has.
+            self.record.facts.follower_problem = IMAGE_UNCONFIRMED
         self.record.facts.log_loaded = True
         self.record.shown.epoch, self.record.shown.seq = image.epoch or "", image.seq
         self.record.events.load(image.epoch or "", image.seq, image.places)
