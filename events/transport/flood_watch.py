@@ -126,7 +126,8 @@ class FloodWatch:
         `resident` returns the memory of the process; by default it is read from the kernel.
         """
         self._resident = resident or resident_bytes
-        self._links: set[Watched] = set()
+        # In the order in which they were added.
+        self._links: dict[Watched, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         # When all connections were last checked, and the least memory since then.
         self._looked_s = -math.inf
@@ -134,14 +135,14 @@ class FloodWatch:
 
     def add(self, link: Watched) -> None:
         """Check this connection of the running loop from now on."""
-        self._links.add(link)
+        self._links[link] = None
         if self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(LOOK_S, self._look, loop)
 
     def discard(self, link: Watched) -> None:
         """Stop checking the connection. Repeating the call changes nothing."""
-        self._links.discard(link)
+        self._links.pop(link, None)
         if not self._links and self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -19,6 +19,7 @@ import zmq
 
 from kvrouter.contract.fleet_event import EventType
 from kvrouter.contract.worker_status import WorkerStatus
+from kvrouter.events.transport.flood_watch import FloodWatch
 from kvrouter.events.transport.permits import Permits
 from kvrouter.router.app.core.core_metrics import CoreMetrics
 from kvrouter.router.app.core.hand_overs import HandOvers
@@ -95,6 +96,7 @@ class Core:
         feed: EventFeed | None = None,
         patch_secret: bytes | None = None,
         store_folder: Path | None = None,
+        watch: FloodWatch | None = None,
     ) -> None:
         """Join the parts without opening anything.
 
@@ -113,6 +115,7 @@ class Core:
             feed: Receives the fleet's events; None: a new feed without subscribers.
             patch_secret: The CURVE key that engines' patches see; None: a different one for each connection.
             store_folder: The folder of a private store; None: the store is shared.
+            watch: Ends connections that bring too much; None: one that reads this process's memory from the kernel.
         """
         self._store = store
         self._config = config
@@ -192,6 +195,7 @@ class Core:
             mirror=self.mirror_sync,
             feed=self._feed,
             patch_secret=patch_secret,
+            watch=watch or FloodWatch(),
         )
 
         def make_stream(registration: Registration) -> WorkerStream:

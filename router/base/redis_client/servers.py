@@ -37,12 +37,13 @@ class _Pool:
         self._connect = connect
         self._idle: list[Connection] = []
         self._free = asyncio.Semaphore(CONNECTIONS_PER_SERVER)
-        self._open: weakref.WeakSet[Connection] = weakref.WeakSet()
+        # In the order in which they were opened.
+        self._open: weakref.WeakKeyDictionary[Connection, None] = weakref.WeakKeyDictionary()
 
     async def open(self) -> Connection:
         """Open a connection that the caller closes; `close` closes it too."""
         connection = await self._connect()
-        self._open.add(connection)
+        self._open[connection] = None
         return connection
 
     @asynccontextmanager
