@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 
+from kvrouter.router.base.common.errors import StoreDown
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.redis_client.errors import StoreError
 from kvrouter.router.route.load import load_sync
@@ -23,7 +24,7 @@ from kvrouter.router.route.load.load_messages import (
     decode,
     encode,
 )
-from kvrouter.router.route.load.load_sync import ENDING_ANSWER_S, LoadSync
+from kvrouter.router.route.load.load_sync import ENDING_ANSWER_S, SILENT_S, LoadSync
 from kvrouter.router.route.load.load_table import LoadTable, Totals
 from kvrouter.router.route.load.worker_load import LoadModel
 
@@ -111,3 +112,21 @@ def test_loads_of_any_size_are_read_by_others() -> None:
     message = LoadMessage("p", True, [WorkerTotals.of(WorkerKey("m", "w0"), totals)])
     read = decode(encode(message))
     assert read is not None and read.totals[0].totals == Totals(2**31, MAX_COUNT, MAX_COUNT)
+
+
+async def test_a_process_that_reads_nothing_does_not_say_that_nobody_has_a_reservation() -> None:
+    now_s = 100.0
+    share = Share(0, lambda: now_s)
+
+    class Reader:
+        async def run(self, request: bytes, replies: int) -> list[Any]:
+            return [[(b"loads", [(b"1-0", [b"m", encode(LoadMessage("p", True))])])]]
+
+    with pytest.raises(StoreDown, match="nothing that routers publish"):
+        await share.end_elsewhere("s", RELEASE)
+    await share._next(cast(Any, Reader()), b"0-0")
+    assert not await share.end_elsewhere("s", RELEASE)
+    # The store hangs: the reader has no error yet, and the other processes are not heard.
+    now_s += SILENT_S + 0.1
+    with pytest.raises(StoreDown, match="nothing that routers publish"):
+        await share.end_elsewhere("s", RELEASE)

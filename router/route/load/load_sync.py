@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import random
 from collections.abc import Callable
 
@@ -115,6 +116,8 @@ class LoadSync:
         # ownership.
         self._pending_ends: dict[int, tuple[asyncio.Future[bool], set[str]]] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        # When a message was read last. Each process reads its own, too, which it writes every WHOLE_EVERY_S.
+        self._read_s = -math.inf
         # Messages of another version or another program.
         self.unreadable = 0
         # Why the load of the other processes is not known; None while it is.
@@ -164,10 +167,14 @@ class LoadSync:
         Raises:
             StoreDown: The owner could not be determined.
         """
-        if not self._table.others and self.problem is None:
+        problem = self.problem
+        if problem is None and self._clock() - self._read_s > SILENT_S:
+            # The store hangs or refuses writes, or this process stood still: others may exist that are not heard.
+            problem = f"nothing that routers publish was read for {SILENT_S:g} s"
+        if not self._table.others and problem is None:
             return False
-        if self.problem is not None or len(self._pending_ends) >= MAX_ENDINGS:
-            raise _unasked(self.problem or "too many are under way")
+        if problem is not None or len(self._pending_ends) >= MAX_ENDINGS:
+            raise _unasked(problem or "too many are under way")
         number = next(self._numbers)
         answered: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._pending_ends[number] = (answered, self._table.processes)
@@ -275,6 +282,7 @@ class LoadSync:
         (reply,) = await connection.run(request, 1)
         if reply is None:
             return last_id
+        self._read_s = self._clock()
         ((_, entries),) = reply
         for entry_id, fields in entries:
             last_id = entry_id
