@@ -175,6 +175,9 @@ class Laws:
         return min(numbers, default=_count(shown))
 
     def _judge_write(self, client: str, effects: Sequence[Command]) -> None:
+        if self._store.has_former:
+            # Two primaries have two leases: no fence can hold, and the writes to one of them are lost.
+            return
         for words in effects:
             if words[0].upper() != b"XADD" or (worker := self._by_log.get(words[1])) is None or not client:
                 continue

@@ -166,7 +166,7 @@ class Network:
         """Return the time that a packet takes."""
         rng = self._rng
         if rng.random() < RESEND_SHARE:
-            return self.slowness * rng.uniform(*RESEND_S)
+            return rng.uniform(*RESEND_S)
         return self.slowness * rng.uniform(*LATENCY_S)
 
     # -- faults

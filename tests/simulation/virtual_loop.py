@@ -270,7 +270,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.call_at(self._now_s + self.rng.uniform(0.0, THREAD_S), work, context=context)
         return future
 
-    def add_reader(self, fd: Any, callback: Any, *args: Any) -> None:
+    def add_reader(self, fd: Any, callback: Any, *args: Any) -> None:  # type: ignore[override]
         self._readers[fd] = asyncio.Handle(callback, args, self, None)
 
     def remove_reader(self, fd: Any) -> bool:

@@ -82,6 +82,8 @@ class Booking:
     # How many requests for its release succeeded, and whether one got no answer, so that it may have succeeded.
     releases: int = 0
     is_uncertain: bool = False
+    # How many requests have no answer yet; those at a router that was killed never get one.
+    pending: int = 0
     # How many lives its engine had had: the end of one ends its reservations.
     lives: tuple[int, bool] = (0, False)
 
@@ -239,6 +241,8 @@ class World:
         self.laws.after_step()
         if self.loop.errors:
             error = self.loop.errors[0]
+            if isinstance(law := error.get("exception"), Broken):
+                raise law
             raise Broken(f"error: {error.get('message')}: {error.get('exception')!r}")
 
     # -- clients
@@ -322,15 +326,19 @@ class World:
             return False
 
         async def finish() -> None:
+            booking.pending += 1
             try:
                 await getattr(placer, how)(booking.selection_id)
             except StoreDown:
+                booking.pending -= 1
                 booking.is_uncertain |= how == "release"
                 self._end_later(booking, how, END_AGAIN_S)
                 return
             except UnknownSelection:
+                booking.pending -= 1
                 self._judge_unknown(booking, router)
                 return
+            booking.pending -= 1
             if how == "release":
                 booking.releases += 1
                 if booking.releases > 1:
@@ -344,7 +352,7 @@ class World:
         """Judge the answer that nobody has a reservation."""
         self.note("client", f"nobody has {booking.selection_id}, says {router.name}")
         owner = booking.router
-        is_over = booking.releases or booking.is_uncertain or booking.lives != self._lives(booking)
+        is_over = booking.releases or booking.is_uncertain or booking.pending or booking.lives != self._lives(booking)
         is_lost = owner.token != booking.token or owner.process is None
         if not is_over and not is_lost and self.loop.time() > self.disturbed_s + CALM_S:
             self.laws.broken = f"reservations: {router.name} does not find {booking.selection_id} of {owner.name}"

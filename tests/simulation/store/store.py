@@ -201,6 +201,11 @@ class Store:
         """Let the Sentinels name the present primary."""
         self._named = self._number
 
+    @property
+    def has_former(self) -> bool:
+        """Whether a server that a failover replaced still runs."""
+        return bool(self._former)
+
     def end_former(self) -> None:
         """End the servers that failovers left running."""
         for node in self._former.values():
