@@ -10,7 +10,7 @@ import pytest
 from kvrouter.router.base.common.ids import Place, WorkerKey
 from kvrouter.router.base.redis_client.errors import StoreError
 from kvrouter.router.index.store import keys
-from kvrouter.router.index.store.commit import Commit, Head, Lease
+from kvrouter.router.index.store.commit import Commit, CommitOutcome, Head, Lease
 from kvrouter.router.index.store.common_keys import PROBES
 from kvrouter.router.index.store.leases import LOOKS_PER_REQUEST, LeaseLook, Seen
 from kvrouter.router.index.store.store import IndexStore
@@ -72,6 +72,24 @@ class LeaseLaws:
         assert await store.note(worker, "e1", ME, {"state": b"live"}) is FENCED
         assert await store.checkpoint(checkpoint(worker, "e1", 0, {GPU: {1}}), ME) is FENCED
         assert world.snapshot() == before
+
+    async def test_a_lease_that_its_living_router_gave_up_is_taken(self, world: World, store: IndexStore) -> None:
+        worker = world.worker()
+        await store.leases.renew("a", 1, 60)
+        held = await take(store, worker, "a")
+        assert held is not None
+        asked: list[bytes] = []
+
+        def is_given_up(value: bytes) -> bool:
+            asked.append(value)
+            return len(asked) > 1
+
+        assert await store.leases.take(worker, "b", is_given_up=is_given_up) is None
+        taken = await store.leases.take(worker, "b", is_given_up=is_given_up)
+        assert asked == [held.value] * 2
+        assert taken is not None and taken[0] == Lease("b", held.number + 1)
+        # Its former holder writes nothing.
+        assert await store.open_epoch(worker, "e", held) is CommitOutcome.FENCED
 
     async def test_one_of_two_routers_takes_the_worker_of_a_dead_one(
         self, world: World, monkeypatch: pytest.MonkeyPatch, store: IndexStore

@@ -7,6 +7,7 @@ The store is real; a direct client plays the losses.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -65,8 +66,15 @@ async def held(embedded_url: str) -> AsyncIterator[Held]:
             token=token,
             config=Config(lease_ttl_s=TTL_S),
             metrics=StreamMetrics(MetricRegistry()),
+            clock=time.monotonic,
         )
-        return LeaseHolder(WORKER, cast(StreamServices, services), mine=lambda: True, changed=lambda problem: None)
+        return LeaseHolder(
+            WORKER,
+            cast(StreamServices, services),
+            mine=lambda: True,
+            disowns=lambda token, since_s: False,
+            changed=lambda problem: None,
+        )
 
     try:
         async with asyncio.timeout(WAIT_S):

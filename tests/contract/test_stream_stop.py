@@ -72,7 +72,9 @@ async def test_a_lease_lost_while_stopping_does_not_keep_the_stream_running(stop
         feed=bare_feed(clock, metrics.watch),
     )
     record = WorkerRecord(Registration(WORKER), services, lambda: None)
-    lease = LeaseHolder(WORKER, services, mine=lambda: True, changed=record.store_changed)
+    lease = LeaseHolder(
+        WORKER, services, mine=lambda: True, disowns=lambda token, since_s: False, changed=record.store_changed
+    )
     commits = CommitLoop(record, lease, services)
     engine = EnginePoller(record, commits, services, lambda said: None)
     lost = asyncio.Event()

@@ -110,6 +110,7 @@ def stream_of(rank: int = 0) -> WorkerStream:
         Registration(WorkerKey("m", "w", rank), events="tcp://10.0.0.5:1", url="http://10.0.0.5:80"),
         bare_services(lambda: 0.0),
         mine=lambda worker: True,
+        disowns=lambda token, worker, since_s: False,
         changed=lambda: None,
         engine_load=lambda said: None,
     )

@@ -12,7 +12,14 @@ import msgspec
 import pytest
 
 from kvrouter.router.follow.fleet.heartbeat import MAX_HEARTBEAT_BYTES, VERSION, Heartbeat, Hold, encode_heartbeat
-from kvrouter.router.follow.fleet.membership import HEARD_S, INTERVAL_S, MAX_ROUTERS, UNPROVEN_LOOKS, Membership
+from kvrouter.router.follow.fleet.membership import (
+    HEARD_S,
+    INTERVAL_S,
+    MAX_ROUTERS,
+    REMEMBERED_BEATS,
+    UNPROVEN_LOOKS,
+    Membership,
+)
 from kvrouter.router.follow.streams.stream_view import Position
 
 TTL_S = 1.5
@@ -310,6 +317,26 @@ def test_a_store_that_lost_its_data_begins_with_low_numbers_again(world: World) 
         world.look()
     world.shown = Position(1, 0)
     assert world.problem() is None
+
+
+def test_a_router_disowns_a_worker_that_none_of_its_later_heartbeats_names(world: World) -> None:
+    def disowns(since_s: float) -> bool:
+        return world.me.disowns("you", "w", since_s, world.now_s)
+
+    world.rounds(20, you=["w"])
+    seen_s = world.now_s
+    assert not disowns(0.0)
+    # Heartbeats from before the lease was seen say nothing about it.
+    world.rounds(REMEMBERED_BEATS - 1, you=[])
+    assert not disowns(seen_s)
+    world.rounds(1, you=[])
+    assert disowns(seen_s)
+    # A router that is not heard may hold anything.
+    world.now_s += HEARD_S
+    assert not disowns(seen_s)
+    world.rounds(REMEMBERED_BEATS + 1, you=["w"])
+    assert not disowns(seen_s)
+    assert not world.me.disowns("unknown", "w", seen_s, world.now_s)
 
 
 def test_a_router_that_left_is_forgotten(world: World) -> None:

@@ -34,6 +34,7 @@ class Stage:
             Registration(WorkerKey("m", "w"), events="tcp://127.0.0.1:1"),
             services,
             mine=lambda worker: True,
+            disowns=lambda token, worker, since_s: False,
             changed=self._changed,
             engine_load=lambda said: None,
         )

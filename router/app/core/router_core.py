@@ -204,6 +204,7 @@ class Core:
                 registration,
                 services,
                 mine=self.peers.is_mine,
+                disowns=self.peers.disowns,
                 changed=lambda: self.registry.view_changed(worker),
                 engine_load=lambda load: self.registry.take_engine_load(worker, load),
             )

@@ -194,6 +194,17 @@ class Membership:
         is_known = self._known.get(router.token) is router
         return is_known and worker in router.holds and now_s - router.heard_s <= HEARD_S
 
+    def disowns(self, token: str, worker: str, since_s: float, now_s: float) -> bool:
+        """Return whether a router is heard, and none of its last heartbeats says that it follows the worker.
+
+        All remembered heartbeats must be from after `since_s`, so a router that has just begun to follow a worker does not
+        disown it.
+        """
+        router = self._known.get(token)
+        if router is None or len(router.heard) < REMEMBERED_BEATS or now_s - router.heard_s > HEARD_S:
+            return False
+        return router.heard[0][0] >= since_s and not any(worker in holds for _, holds in router.heard)
+
     def _counts(self, router: _Router) -> bool:
         """Return whether the process counts as a router, so that workers are assigned to it."""
         if router.beats:

@@ -196,6 +196,10 @@ class RouterPeers:
         self._assign_if_due()
         return worker in self._mine
 
+    def disowns(self, token: str, worker: WorkerKey, since_s: float) -> bool:
+        """Return whether the router with a token is heard, and has not named the worker in a heartbeat since a time."""
+        return self._membership.disowns(token, keys.worker_tag(worker), since_s, self._clock())
+
     @property
     def assignment(self) -> int:
         """A number that changes whenever an answer of `is_mine` may change."""

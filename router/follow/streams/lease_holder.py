@@ -63,6 +63,7 @@ class LeaseHolder:
         services: StreamServices,
         *,
         mine: Callable[[], bool],
+        disowns: Callable[[str, float], bool],
         changed: Callable[[str | None], None],
     ) -> None:
         """Begin without a lease.
@@ -71,6 +72,7 @@ class LeaseHolder:
             worker: The worker.
             services: The services that all streams of the process share.
             mine: Returns whether this process should follow the worker.
+            disowns: Returns whether the router with a token has not named the worker in its heartbeats since a time.
             changed: Called with `problem` when it appeared or ended, and when the lease was taken again.
         """
         self._worker = worker
@@ -82,6 +84,9 @@ class LeaseHolder:
         self._tag = keys.worker_tag(worker)
         self._store_look = LeaseLook.of(worker)
         self._mine = mine
+        self._disowns = disowns
+        # The value of another router's lease, and when it was first seen.
+        self._other: tuple[bytes, float] | None = None
         self._changed = changed
         self._lease: Lease | None = None
         # The number of this process's lease, or of its last one; 0 if it never had one.
@@ -169,19 +174,32 @@ class LeaseHolder:
             if not self._mine():
                 self._called.clear()
                 await self._called.wait()
-            taken = await self._store.leases.take(self._worker, self._services.token, above=self.number)
+            taken = await self._store.leases.take(
+                self._worker, self._services.token, above=self.number, is_given_up=self._is_given_up
+            )
             if taken is not None:
                 return taken
             await asyncio.sleep(self._services.config.lease_ttl_s / LOOKS_PER_TTL)
 
+    def _is_given_up(self, value: bytes) -> bool:
+        """Return whether the router of this lease gave it back, and the store does not have that or has lost it."""
+        now_s = self._services.clock()
+        if self._other is None or self._other[0] != value:
+            self._other = value, now_s
+        return self._disowns(Lease.token_of(value) or "", self._other[1])
+
     async def release(self) -> None:
-        """Give the lease back; if the store does not answer, the lease ends by itself."""
+        """Give the lease back; if the store does not answer, the heartbeats of this process show that it did."""
         lease = self._lease
         if lease is None:
             return
         self._end()
+        # The end of the caller does not cut the request off.
+        await asyncio.shield(self._release(lease))
+
+    async def _release(self, lease: Lease) -> None:
         try:
-            await asyncio.shield(self._store.leases.release(self._worker, lease))
+            await self._store.leases.release(self._worker, lease)
         except StoreError as error:
             log.warning("lease not released", extra={"worker": self._worker, "reason": str(error)})
 

@@ -56,6 +56,7 @@ class WorkerStream:
         services: StreamServices,
         *,
         mine: Callable[[WorkerKey], bool],
+        disowns: Callable[[str, WorkerKey, float], bool],
         changed: Callable[[], None],
         engine_load: Callable[[EngineLoad], None],
     ) -> None:
@@ -65,6 +66,7 @@ class WorkerStream:
             registration: The worker's registration.
             services: The services that all streams of the process share.
             mine: Returns whether this process should follow the worker.
+            disowns: Returns whether the router with a token has not named the worker in its heartbeats since a time.
             changed: Called when `view` changed.
             engine_load: Called with each load that the engine reports.
         """
@@ -79,7 +81,13 @@ class WorkerStream:
         self.refused = ""
         self._services = services
         self.record = WorkerRecord(registration, services, changed)
-        self._lease = LeaseHolder(worker, services, mine=lambda: mine(worker), changed=self.record.store_changed)
+        self._lease = LeaseHolder(
+            worker,
+            services,
+            mine=lambda: mine(worker),
+            disowns=lambda token, since_s: disowns(token, worker, since_s),
+            changed=self.record.store_changed,
+        )
         self.commits = CommitLoop(self.record, self._lease, services)
         self._engine = EnginePoller(self.record, self.commits, services, engine_load)
         self._sources = SourceSwitch(self.record, self._lease, self.commits, self._engine, services)

@@ -2,13 +2,13 @@
 """Leases on workers: the right to write a worker, which one router process has at a time.
 
 The numbers of a worker's leases only grow. A lease stays valid until another process takes it. Another process may take
-it once the holder's router has no lease of its own, which expires.
+it once the holder's router has no lease of its own, which expires, or shows that it gave the lease up.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -91,16 +91,25 @@ class Leases:
 
     # -- leases of workers
 
-    async def take(self, worker: WorkerKey, token: str, *, above: int = 0) -> tuple[Lease, Head] | None:
+    async def take(
+        self,
+        worker: WorkerKey,
+        token: str,
+        *,
+        above: int = 0,
+        is_given_up: Callable[[bytes], bool] = lambda value: False,
+    ) -> tuple[Lease, Head] | None:
         """Take the lease of `worker`; return it and the head of `meta` before it, or None if another router has it.
 
-        The new lease replaces an older one of the same token or of a router without a lease.
+        The new lease replaces an older one of the same token, of a router without a lease, or one that was given up.
 
         Args:
             worker: The worker.
             token: The router process that takes the lease.
             above: The highest number that this process had. If the new lease has the number above + 1, no other process
                 had the lease since, or the store lost the number of the one that had it.
+            is_given_up: Returns whether another router does not hold its lease of this value any longer, although the
+                store has it.
         """
         taken: tuple[Lease, Head] | None = None
         other: bytes | None = None
@@ -121,7 +130,7 @@ class Leases:
         for _ in range(2):
             if await self._transactions.run(worker, write) is None:
                 return taken
-            if other is None or await self._lives(Lease.token_of(other) or ""):
+            if other is None or (not is_given_up(other) and await self._lives(Lease.token_of(other) or "")):
                 return None
         return None
 
