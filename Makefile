@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # mypy sees a namespace package only through real files: the strict mode links each one.
 STRICT := --config-settings editable_mode=strict
 
-.PHONY: help demo test test-all test-uncompiled test-cuda test-engine fuzz sanitize chaos simulate takeover soak live-proof choice-live agents-proof peer-proof hand-over-proof floods fault-walk salt-attack salt-timing lint format chart-readme http-page bench bench-peers peer-pulls docs audit lock sbom image-check release-check clean
+.PHONY: help demo test test-all test-uncompiled test-cuda test-engine fuzz sanitize chaos simulate simulate-mutants takeover soak live-proof choice-live agents-proof peer-proof hand-over-proof floods fault-walk salt-attack salt-timing lint format chart-readme http-page bench bench-peers peer-pulls docs audit lock sbom image-check release-check clean
 
 help:
 	@echo "make demo         install into .venv, without a C compiler, and watch the router predict what four replicas reuse"
@@ -21,6 +21,7 @@ help:
 	@echo "make sanitize     the compiled modules under gcc's address and undefined-behaviour sanitizers (part of make fuzz)"
 	@echo "make chaos        random schedules of faults: the index is right, or says that it is not (minutes; make test has a short part)"
 	@echo "make simulate     whole fleets on a virtual clock, each from a seed: does a law break (as long as ARGS say)"
+	@echo "make simulate-mutants  faults put into the product on purpose: does the simulation find them"
 	@echo "make takeover     two routers, one killed again and again: how long until the other has its workers, and is it right"
 	@echo "make soak         an hour under load: does its memory stay flat, and are its answers right at the end"
 	@echo "make floods       one bad event source, many idle clients of /events: memory, descriptors and latency (minutes)"
@@ -129,6 +130,10 @@ chaos: $(VENV)/installed
 # ARGS: --hours N, --seed N, --worlds N, --only SEED, --go-on, --mutation NAME.
 simulate: $(VENV)/installed
 	@$(BIN)/python -m tests.simulation.search $(ARGS)
+
+# ARGS: names of faults, --seed N, --worlds N, --json FILE.
+simulate-mutants: $(VENV)/installed
+	@$(BIN)/python -m tests.simulation.mutants $(ARGS)
 
 # ARGS: --kills N, --stops N, --seed N.
 takeover: $(VENV)/installed

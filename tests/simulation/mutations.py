@@ -106,7 +106,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "lease_of_the_living",
         f"{_STORE}/leases.py",
-        'if other is None or await self._lives(Lease.token_of(other) or ""):',
+        'if other is None or (not is_given_up(other) and await self._lives(Lease.token_of(other) or "")):',
         "if other is None:",
         "A router takes the lease of a router that lives.",
     ),
@@ -180,6 +180,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "pass",
         "The router that follows a worker keeps the blocks of the former epoch in its mirror.",
     ),
+    Mutation(
+        "release_lost",
+        f"{_STREAMS}/lease_holder.py",
+        'return self._disowns(Lease.token_of(value) or "", self._other[1])',
+        "return False",
+        "A worker whose lease the store did not give back is followed by nobody (found by the simulation).",
+    ),
     # What another router's state is worth.
     Mutation(
         "follower_unheard",
@@ -229,6 +236,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "return not self._mine() and self._movable()",
         "return False",
         "A new router never gets workers of the others.",
+    ),
+    Mutation(
+        "image_believed",
+        f"{_STREAMS}/worker_stream.py",
+        "if self.position.lease != before.lease or self.position.commits < before.commits:",
+        "if False:",
+        "An older image of the store is live because of a word about later entries (found by the simulation).",
+    ),
+    Mutation(
+        "old_heartbeat_is_news",
+        f"{_FLEET}/membership.py",
+        "        elif heartbeat.count < router.heartbeat.count:\n",
+        "        elif False:\n",
+        "A heartbeat that the store brings back counts as news (found by the simulation).",
     ),
     # The log that other routers read.
     Mutation(
@@ -339,6 +360,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "Removals do not reach the store while commits wait.",
     ),
     # Load and reservations.
+    Mutation(
+        "endings_denied",
+        f"{_LOAD}/load_sync.py",
+        "        if not self._table.others and problem is None:\n",
+        "        if True:\n",
+        "A router denies that another router may have a reservation.",
+    ),
+    Mutation(
+        "unread_load_denies",
+        f"{_LOAD}/load_sync.py",
+        "        if problem is None and self._clock() - self._read_s > SILENT_S:\n",
+        "        if False:\n",
+        "A router that reads nothing denies that another router may have a reservation (found by the simulation).",
+    ),
     Mutation(
         "dead_load_stays",
         f"{_LOAD}/load_sync.py",

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from tests.simulation.mutations import MUTATIONS
 from tests.simulation.world import Fault, Outcome, run_world
 
 # Lines of the history that are shown before the broken law, and how long one may be.
@@ -69,12 +68,12 @@ class Totals:
 class Child:
     """One world in a forked process, which ends without clean-up: what a killed router left must not run."""
 
-    def __init__(self, seed: int, without: Collection[int] = (), mutation: str = "") -> None:
+    def __init__(self, seed: int, without: Collection[int] = ()) -> None:
         self.seed = seed
         self.began_s = time.monotonic()
         context = multiprocessing.get_context("fork")
         self.pipe, far = context.Pipe(duplex=False)
-        self._process = context.Process(target=_work, args=(seed, without, mutation, far), daemon=True)
+        self._process = context.Process(target=_work, args=(seed, without, far), daemon=True)
         self._process.start()
         far.close()
 
@@ -95,10 +94,8 @@ class Child:
         self._process.join()
 
 
-def _work(seed: int, without: Collection[int], mutation: str, pipe: Connection[Any, Any]) -> None:
+def _work(seed: int, without: Collection[int], pipe: Connection[Any, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if mutation:
-        MUTATIONS[mutation]()
     before_s = time.process_time()
     outcome = run_world(seed, without)
     if not outcome.problem:
@@ -108,9 +105,9 @@ def _work(seed: int, without: Collection[int], mutation: str, pipe: Connection[A
     os._exit(0)
 
 
-def run_alone(seed: int, without: Collection[int] = (), mutation: str = "") -> Outcome:
+def run_alone(seed: int, without: Collection[int] = ()) -> Outcome:
     """Run one world in a process of its own."""
-    return Child(seed, without, mutation).result()[0]
+    return Child(seed, without).result()[0]
 
 
 def search(
@@ -120,7 +117,6 @@ def search(
     totals: Totals,
     *,
     goes_on: bool = False,
-    mutation: str = "",
 ) -> list[Outcome]:
     """Run worlds until one breaks a law or the time is over; return the outcomes that broke one."""
     children: list[Child] = []
@@ -130,7 +126,7 @@ def search(
         while True:
             ends = time.monotonic() >= until_s or (broken and not goes_on)
             while not ends and len(children) < processes and (seed := next(seeds, None)) is not None:
-                children.append(Child(seed, mutation=mutation))
+                children.append(Child(seed))
             if not children or (broken and not goes_on):
                 return broken
             readable = wait([child.pipe for child in children], timeout=1.0)
@@ -160,21 +156,21 @@ def law_of(outcome: Outcome) -> str:
     return outcome.problem.partition(":")[0]
 
 
-def shrink(outcome: Outcome, mutation: str = "") -> tuple[list[Fault], Outcome]:
+def shrink(outcome: Outcome) -> tuple[list[Fault], Outcome]:
     """Leave out one fault after the other while the same law breaks; return the faults that are left."""
     without: set[int] = set()
     shortest = outcome
     for fault in reversed(outcome.faults):
-        tried = run_alone(outcome.seed, without | {fault.number}, mutation)
+        tried = run_alone(outcome.seed, without | {fault.number})
         if tried.problem and law_of(tried) == law_of(outcome):
             without.add(fault.number)
             shortest = tried
     return [fault for fault in outcome.faults if fault.number not in without], shortest
 
 
-def report(outcome: Outcome, mutation: str = "") -> None:
+def report(outcome: Outcome) -> None:
     """Print what a broken law takes, and the history of it."""
-    faults, shortest = shrink(outcome, mutation)
+    faults, shortest = shrink(outcome)
     print(f"\nseed {outcome.seed} needs {len(faults)} of {len(outcome.faults)} faults:")
     for fault in faults:
         print(f"  {fault}")
@@ -195,11 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--go-on", action="store_true", help="list all seeds that break a law, instead of ending with one"
     )
-    parser.add_argument("--mutation", choices=MUTATIONS, default="", help="break the product in this way first")
     options = parser.parse_args(arguments)
     if options.only is not None:
-        if options.mutation:
-            MUTATIONS[options.mutation]()
         outcome = run_world(options.only)
         print("\n".join(outcome.history))
         print(f"digest {outcome.digest}: {outcome.problem or 'no law is broken'}", flush=True)
@@ -216,7 +209,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             time.monotonic() + 3600 * options.hours,
             totals,
             goes_on=options.go_on,
-            mutation=options.mutation,
         )
     except KeyboardInterrupt:
         print("ended by Ctrl-C")
@@ -225,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"faults: {dict(sorted(totals.faults.items()))}")
     print(f"judged answers by state: {dict(sorted(totals.states.items()))}")
     if broken and not options.go_on:
-        report(broken[0], options.mutation)
+        report(broken[0])
     return bool(broken)
 
 

@@ -98,7 +98,7 @@ class Store:
         self, factory: Callable[[], asyncio.BaseProtocol], host: str, port: int = PORT, **_: Any
     ) -> tuple[asyncio.BaseTransport, asyncio.BaseProtocol]:
         """Connect the client that `host` names, in place of the event loop's method."""
-        name, _, target = host.rpartition(".")
+        name, _dot, target = host.rpartition(".")
         await asyncio.sleep(self._latency())
         while name in self._cut or (self._is_silent and not self.is_up and target != SENTINEL):
             self._reachable.clear()
