@@ -68,13 +68,21 @@ class Subscriber(Subscription[StreamItem]):
         self._live: Link | None = None
         self._replay = ReplayClient(cursor, self._connect_replay, settings, permits, self._schedule)
         self._heard_s = -math.inf
+        # When the connection of the live socket began.
+        self._connected_s = -math.inf
         # When to check for missed batches, and how long the stream must have been quiet by then.
         self._check_due_s = math.inf
         self._quiet_s = 0.0
         self._reopen_due_s = math.inf
 
     def expire(self, reason: str) -> None:
-        """Read the whole ring again, as another source reports that the publisher may have restarted."""
+        """Read the whole ring again, as another source reports that the publisher may have restarted.
+
+        A connection that is older than the report can lead to a machine that died without a word, so it is opened again.
+        """
+        if self._loop is not None and self._loop.time() - self._connected_s > self._settings.reopen_s:
+            self._cursor.disconnected()
+            self._reopen_due_s = -math.inf
         self._cursor.expire(reason)
         self._schedule()
 
@@ -120,7 +128,7 @@ class Subscriber(Subscription[StreamItem]):
     def _read_news(self, live: Link) -> None:
         for is_connected in live.take_news():
             if is_connected:
-                self._reopen_due_s = math.inf
+                self._connected_s, self._reopen_due_s = self._now_s, math.inf
                 self._cursor.connected()
                 if self._replay_endpoint is not None:
                     self._check_due_s = self._now_s + self._settings.settle_s

@@ -27,7 +27,7 @@ from kvrouter.events.transport.progress import CaughtUp
 from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
 from kvrouter.events.vllm.messages import MAX_NAME_CHARS
 from kvrouter.events.vllm.settings import SubscriberSettings
-from kvrouter.events.vllm.stream_items import Batch, Connected, Disconnected, StreamItem
+from kvrouter.events.vllm.stream_items import Batch, Connected, Disconnected, Restarted, StreamItem
 from kvrouter.events.vllm.subscriber import Subscriber
 from kvrouter.events.vllm.wire import WireRemoved
 from kvrouter.router.base.common.compiled import wanted
@@ -269,3 +269,29 @@ async def test_a_message_over_the_limit_costs_its_connection_and_not_the_stream(
             publisher.send_multipart([b"", bytes(8), b"x" * 1_000])
             await until(Batch)
         await subscriber.close()
+
+
+async def test_a_connection_to_a_process_that_is_reported_to_be_gone_is_opened_again() -> None:
+    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.XPUB) as publisher:
+        publisher.setsockopt(zmq.LINGER, 0)
+        port = publisher.bind_to_random_port("tcp://127.0.0.1")
+        items: list[StreamItem] = []
+
+        def connections() -> int:
+            return sum(isinstance(item, Connected) for item in items)
+
+        async with asyncio.timeout(20):
+            # The first report comes soon after the connection, which is to the new process then; the second comes long after.
+            for reopen_s, expected in ((60.0, 1), (0.0, 2)):
+                items.clear()
+                settings = SubscriberSettings(reopen_s=reopen_s)
+                subscriber = Subscriber(f"tcp://127.0.0.1:{port}", context=context, settings=settings)
+                await subscriber.start()
+                while not connections():
+                    items.extend(await subscriber.next())
+                subscriber.expire("its process is another")
+                while connections() < expected or not any(isinstance(item, Restarted) for item in items):
+                    items.extend(await subscriber.next())
+                assert connections() == expected
+                assert any(isinstance(item, Disconnected) for item in items) == (expected == 2)
+                await subscriber.close()
