@@ -41,6 +41,8 @@ log = logging.getLogger("kvrouter.load")
 BATCH_S = 0.02
 # Interval of complete messages, even without changes; they repair lost messages and show that this process is alive.
 WHOLE_EVERY_S = 0.5
+# How long after the beginning of the reading all other processes have been heard: each publishes twice in this time.
+ALL_HEARD_S = 2 * WHOLE_EVERY_S
 # Four missed complete messages: a process that stalls for this long serves no requests either.
 SILENT_S = 2.0
 # Messages kept in the stream: some seconds of 64 processes. A reader that is further behind learns everything from the
@@ -118,6 +120,8 @@ class LoadSync:
         self._tasks: list[asyncio.Task[None]] = []
         # When a message was read last. Each process reads its own, too, which it writes every WHOLE_EVERY_S.
         self._read_s = -math.inf
+        # Since when the messages are read without an interruption.
+        self._reading_since_s = -math.inf
         # Messages of another version or another program.
         self.unreadable = 0
         # Why the load of the other processes is not known; None while it is.
@@ -167,6 +171,9 @@ class LoadSync:
         Raises:
             StoreDown: The owner could not be determined.
         """
+        pause_s = self._reading_since_s + ALL_HEARD_S - self._clock()
+        if not self._table.others and pause_s > 0:
+            await asyncio.sleep(pause_s)
         problem = self.problem
         if problem is None and self._clock() - self._read_s > SILENT_S:
             # The store hangs or refuses writes, or this process stood still: others may exist that are not heard.
@@ -255,6 +262,7 @@ class LoadSync:
             try:
                 connection = await self._servers.dedicated(keys.LOADS)
                 last_id = await self._newest(connection)
+                self._reading_since_s = self._clock()
                 # Publish the whole load now; each process to which this one is new answers with its whole load.
                 self._whole_wanted = True
                 self._news.set()
