@@ -172,7 +172,8 @@ class Engine:
         needs_patch = self.kind is Kind.PATCHED and self.life is not None and not self.life.patched
         if self.life is None or needs_patch:
             self.die(silently=False)
-            self._loop.after(1.0, self.begin)
+            # A fault that ends meanwhile may begin the next life.
+            self._loop.after(1.0, lambda: None if self.life is not None else self.begin())
 
     # -- publishing
 
