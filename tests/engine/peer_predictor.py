@@ -34,7 +34,7 @@ class Reuse(NamedTuple):
 
     local_tokens: int
     tokens: int
-    # What the source's CPU tier holds: places and hashes.
+    # The places and hashes in the source's CPU tier.
     lendable: Set[tuple[str, int]]
 
 

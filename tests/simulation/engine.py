@@ -55,7 +55,7 @@ HIGH_WATER_MARKS = (20, 10_000, 10_000)
 
 
 class Kind(enum.Enum):
-    """What an engine offers to its readers."""
+    """The streams that an engine offers to its readers."""
 
     # vLLM's topic, and a replay endpoint.
     STOCK = "stock"

@@ -25,7 +25,7 @@ MOST_WORLDS = 60
 
 
 class Found(msgspec.Struct):
-    """What the search found with one fault in the product."""
+    """The result of a search with one fault in the product."""
 
     name: str
     # The seed of the world that broke a law, and the law; None and "" if none did.

@@ -29,7 +29,7 @@ class Mutation(NamedTuple):
     path: str
     old: str
     new: str
-    # What goes wrong, in a sentence.
+    # The damage, in a sentence.
     fault: str
 
     @property
@@ -187,7 +187,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "return False",
         "A worker whose lease the store did not give back is followed by nobody (found by the simulation).",
     ),
-    # What another router's state is worth.
+    # The worth of another router's state.
     Mutation(
         "follower_unheard",
         f"{_STREAMS}/stream_view.py",

@@ -48,7 +48,7 @@ class End:
         self.is_full = False
         self.on_data: Callable[[Any], None] = lambda data: None
         self.on_closed: Callable[[Exception | None], None] = lambda error: None
-        # What was sent to this end: (due time, data); data is an `_Ending` after the last.
+        # The data sent to this end: (due time, data); data is an `_Ending` after the last.
         self.inbound: deque[tuple[float, Any]] = deque()
         self._last_due_s = 0.0
         self._scheduled = False

@@ -34,7 +34,7 @@ PROGRESS_S = 10.0
 
 @dataclass
 class Totals:
-    """What a search has done so far."""
+    """The work of a search so far."""
 
     began_s: float = field(default_factory=time.monotonic)
     worlds: int = 0
@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcome = run_world(options.only)
         print("\n".join(outcome.history))
         print(f"digest {outcome.digest}: {outcome.problem or 'no law is broken'}", flush=True)
-        # What a killed router left must not run.
+        # The remains of killed routers must not run.
         os._exit(bool(outcome.problem))
     first = int(time.time()) % 1_000_000_000 if options.seed is None else options.seed
     print(f"seeds from {first} on, {options.processes} at once", flush=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _Descriptor:
-    """What programs ask of a socket: a descriptor on which nothing ever arrives, as all bytes go another way."""
+    """A socket as programs see it: a descriptor on which nothing ever arrives, as all bytes go another way."""
 
     _pair = socket.socketpair()
 

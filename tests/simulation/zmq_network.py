@@ -47,7 +47,7 @@ class SimulatedContext:
 
 
 class _Readable:
-    """What a process reads through a descriptor: the socket's messages, or its monitor's."""
+    """The source behind a descriptor: the socket's messages, or its monitor's."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self.loop = loop

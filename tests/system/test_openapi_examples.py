@@ -17,7 +17,7 @@ from tests.support.scripted_engine import ScriptedEngine, plain
 # Addresses in the examples, where nothing listens. Closed ports of this machine take their place.
 ADDRESSES = ("10.0.0.2:8000", "10.0.0.2:5557", "10.0.0.2:5558")
 
-# What succeeds only with engines that lend each other blocks, and the status without them. With them:
+# Requests that succeed only with engines that lend each other blocks, and the status without them. With them:
 # tests/engine/test_hand_over_engine.py.
 NEEDS_LENDERS = {
     ("POST", "/workers/{worker_id}/hand_over"): 409,

@@ -703,7 +703,7 @@ def test_a_transfer_that_never_ends_keeps_no_hand_over_after_its_end(world: Worl
     world.now_s += LOAN_MARGIN_S
     assert not reader.tiers.advance_warming()
     assert warming.warmed().missed == 8 and reader.cpu.usage.writing == 8
-    # What arrives after all is announced, and its slots are used again.
+    # A chunk that arrives after all is announced, and its slot is used again.
     for transfer in reader.plane.under_way:
         transfer.hangs = False
     world.turn()

@@ -14,7 +14,7 @@ Connect = Callable[..., Any]
 
 
 class _Jumps:
-    """What the loop takes for a selector: it reports no events, and moves the clock."""
+    """A selector for the loop: it reports no events, and moves the clock."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

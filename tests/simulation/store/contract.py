@@ -411,7 +411,7 @@ def steps(talk: Talk, rng: random.Random, commands: int) -> Iterator[Step]:
                     break
         else:
             yield Ask(connection, chooser.command(talk.made_ids, blocks=rng.random() < 0.2))
-    # What still waits gets all news, and only those.
+    # Requests that still wait get all news, and only those.
     yield Ask(ADMIN, (b"FLUSHALL",))
     for key in _POOL["streams"]:
         yield Ask(ADMIN, (b"XADD", key, b"*", b"last", b"v"))

@@ -33,12 +33,12 @@ _LIMIT_BYTES = 1024**3
 # For INFO, each key counts as this much.
 _KEY_BYTES = 256
 _VERSION = "9.1.2"
-# What a server answers while it loads its data.
+# The answer of a server that loads its data.
 _WHILE_LOADING = frozenset({b"INFO", b"CONFIG", b"SELECT", b"CLIENT", b"TIME", b"ROLE"})
 
 
 class Role(Enum):
-    """What a node is to its clients."""
+    """The role of a node for its clients."""
 
     PRIMARY = "master"
     REPLICA = "slave"

@@ -144,7 +144,7 @@ class Session(asyncio.Protocol):
             self._unwatch()
         else:
             for key in words[1:]:
-                # What has expired by now counts as absent.
+                # A key that has expired by now counts as absent.
                 self.node.look(key)
                 self.watched[key] = None
                 self.node.watchers.setdefault(key, {})[self] = None

@@ -33,7 +33,7 @@ LATENCY_S = (0.00005, 0.002)
 
 
 class Former(Enum):
-    """What becomes of the primary that a failover replaces."""
+    """The fate of the primary that a failover replaces."""
 
     # Its machine is off: connections break.
     GONE = "gone"

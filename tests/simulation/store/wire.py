@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-# What one end sends the other besides bytes.
+# The signs that one end sends the other besides bytes.
 _CLOSED, _RESET = object(), object()
 
 
@@ -82,7 +82,7 @@ class End(asyncio.Transport):
         super().__init__()
         self._wire = wire
         self._protocol = protocol
-        # What the other end sent, with the time of arrival, and how much of it has arrived.
+        # The data of the other end, with the time of arrival, and how much of it has arrived.
         self._incoming: deque[tuple[float, Any]] = deque()
         self._arrived = 0
         self._is_paused = False
