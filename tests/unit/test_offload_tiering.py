@@ -258,6 +258,28 @@ def test_chunks_of_a_waiting_request_are_not_evicted() -> None:
     assert store(tiers, keys(3)) == keys(3)
 
 
+def test_what_a_waiting_request_falls_back_on_does_not_make_room_for_what_it_waits_for() -> None:
+    """A model with states: the prompt can end at block 1, and vLLM looks for the state at block 3 while that is pending."""
+    disk = SlowDisk(key(2), key(3, 1))
+    tiers, wish = tiering(3, disk), PromotionRequest()
+    store(tiers, [key(1, 1), key(1)])
+    store(tiers, keys(9))
+    disk.end(3)
+    assert ask(tiers, [key(1), key(2), key(3, 1)], wish) == [LookupAnswer.YES, LookupAnswer.SOON, LookupAnswer.SOON]
+    assert ask(tiers, [key(1), key(1, 1)], wish) == [LookupAnswer.YES] * 2
+    assert tiers.counts.promotions_refused == 1
+
+
+def test_chunks_that_a_waiting_request_found_earlier_are_not_evicted() -> None:
+    disk = SlowDisk(*keys(2))
+    tiers, wish = tiering(2, disk), PromotionRequest()
+    store(tiers, keys(1))
+    disk.end()
+    ask(tiers, keys(2, 1), wish)
+    assert ask(tiers, keys(2), wish) == [LookupAnswer.SOON]
+    assert tiers.begin_store(keys(3)) is None
+
+
 @pytest.mark.parametrize("ends", ["forgotten", "no longer requested"])
 def test_a_request_that_ended_keeps_no_chunk(ends: str) -> None:
     disk = SlowDisk(*keys(1, 2))

@@ -6,8 +6,9 @@ to disk, as far as the disk keeps up. When a request needs a chunk that only the
 request names as its source, the chunk is read into a slot first, and the request waits for that.
 
 Invariants: a chunk is announced as stored in a tier when it can be read there, and as removed before its room is given
-to another chunk. No chunk leaves a tier without such an announcement. The chunks that one waiting request needs are not
-evicted for another.
+to another chunk. No chunk leaves a tier without such an announcement. Nothing is evicted that a waiting request may load in
+the end, not even for chunks that the same request waits for: some of these may not come, and a part of the prompt that is
+here already is what the request then falls back on.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from enum import Enum
 from itertools import compress
 from typing import NamedTuple, Protocol
 
-from kvrouter.engine_patch.offload.key import OffloadKey, short_hash
+from kvrouter.engine_patch.offload.key import GROUP_BYTES, OffloadKey, short_hash
 from kvrouter.engine_patch.offload.peer.lender import LENT_TOO_MUCH, NO_SLOT, OTHER_WEIGHTS
 from kvrouter.engine_patch.offload.tiers.cpu_tier import ChunkState, CpuTier
 from kvrouter.engine_patch.offload.tiers.lineage import Lineage, Trail
@@ -165,7 +166,9 @@ class PromotionRequest:
 
     # The step of the request's last look-up; -1: none that counts.
     step: int = -1
-    # Chunks that the request looked up in that step and can load or wait for.
+    # The chunks of all groups at each block at which the request found one that it can load or wait for. In the end it may
+    # load others than it looked up last: while chunks behind are pending, vLLM does not look for the checkpoint or the
+    # window at which the prompt ends without them.
     needed: set[OffloadKey] = field(default_factory=set)
     # Chunks to be read from disk.
     missing: list[OffloadKey] = field(default_factory=list)
@@ -207,6 +210,8 @@ class Tiering:
         self._disk = disk
         self._announce = announce
         self._step = 0
+        # The last bytes of the keys of each group of which a chunk was ever in CPU memory.
+        self._groups: set[bytes] = set()
         # Whether chunks were looked up that the engine may load before the step ends, so that no other thread evicts any.
         self._in_step = False
         self._changes: list[TierChange] = []
@@ -243,7 +248,6 @@ class Tiering:
         self._in_step = True
         if wish.step != self._step:
             wish.step, wish.waits = self._step, False
-            wish.needed.clear()
             wish.missing.clear()
         state = self._cpu.state(key)
         if state is ChunkState.ABSENT:
@@ -260,7 +264,9 @@ class Tiering:
             wish.missing.append(key)
         elif state is ChunkState.WRITING and self.peers is not None and self.peers.is_overdue(key, wish.peer):
             return LookupAnswer.NO
-        wish.needed.add(key)
+        if key not in wish.needed:
+            wish.needed.add(key)
+            wish.needed.update(OffloadKey(key[:-GROUP_BYTES] + group) for group in self._groups)
         if state is ChunkState.READY:
             return LookupAnswer.YES
         wish.waits = True
@@ -367,7 +373,7 @@ class Tiering:
         A chunk was pending if a request waited for it or if the engine began to store it.
         """
         missed, self._missed = self._missed, []
-        awaited = self._protected()
+        awaited = frozenset[OffloadKey]().union(*(wish.awaited for wish in self._waiting.values()))
         absent = (key for key in dict.fromkeys(missed) if self._cpu.state(key) is ChunkState.ABSENT)
         return [key for key in absent if key not in awaited]
 
@@ -401,6 +407,7 @@ class Tiering:
             self._collect()
         for wish in self._waiting.values():
             wish.step = -1
+            wish.needed.clear()
         self._waiting.clear()
 
     def end_hold(self) -> None:
@@ -610,6 +617,7 @@ class Tiering:
         allocation = self._cpu.allocate(keys, protected)
         if allocation is None:
             return None
+        self._groups.update(key[-GROUP_BYTES:] for key in keys)
         self._say(Medium.CPU, True, allocation.evicted)
         if self.lineage is not None:
             self.lineage.drop(allocation.evicted)
