@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import count, takewhile
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -27,6 +28,8 @@ SYSTEM_TOKENS = 96
 # Prompts that never come back, which fill the rest of each CPU tier before the conversations begin.
 OLD_PROMPTS = 5
 TURNS = 3
+# Every conversation has a turn in this time, so that it stays short for a minute.
+TURN_S = 7.5
 
 
 class Reuse(NamedTuple):
@@ -106,6 +109,16 @@ class HandOverFleet:
             if answer["cached"] != predicted:
                 wrong.append(f"conversation {number}: {predicted} predicted, {answer['cached']} reused")
         return Reuse(tokens, reused, wrong)
+
+    def turns(self, live: Sequence[int], seconds: float) -> Reuse:
+        """Run a turn of each conversation every TURN_S for this long."""
+        end_s = time.monotonic() + seconds
+        total = self.turn(live)
+        for next_s in takewhile(lambda next_s: next_s < end_s, count(end_s - seconds + TURN_S, TURN_S)):
+            time.sleep(max(0.0, next_s - time.monotonic()))
+            reuse = self.turn(live)
+            total = Reuse(total.tokens + reuse.tokens, total.reused + reuse.reused, total.wrong + reuse.wrong)
+        return total
 
     def predicted(self, engine: int, token_ids: tuple[int, ...]) -> int:
         """Return what the router predicts once it knows all of an engine's blocks."""

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.engine
 # The part of the former reuse that must be left after one of four engines has handed its cache over.
 LEAST_REUSE = 0.9
 HEADINGS = ("hand-over by", "chunks handed over", "reuse before", "reuse after")
+MINUTE_S = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -37,10 +38,18 @@ def stack() -> Iterator[ExitStack]:
 
 
 @pytest.mark.parametrize(
-    "way", ["drain --hand-over", *(pytest.param(way, marks=pytest.mark.slow) for way in ("the wire", "none"))]
+    ("way", "seconds"),
+    [
+        ("drain --hand-over", 0.0),
+        *(
+            pytest.param(way, seconds, marks=pytest.mark.slow)
+            for way, seconds in (("drain --hand-over", MINUTE_S), ("the wire", 0.0), ("none", 0.0))
+        ),
+    ],
 )
 def test_three_engines_reuse_what_the_fourth_handed_over(
     way: str,
+    seconds: float,
     stack: ExitStack,
     router: RouterProcess,
     models: Callable[[str], Path],
@@ -49,7 +58,10 @@ def test_three_engines_reuse_what_the_fourth_handed_over(
     table: Callable[..., None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Without the hand-over, the same fleet loses what the fourth engine knew, so the test would notice."""
+    """The first turns after the end need what the fourth engine knew; later ones, in the next `seconds`, less and less.
+
+    Without the hand-over, the same fleet loses it, so the test would notice.
+    """
     fleet = HandOverFleet(stack, router, tmp_path, models("gemma3"), 4, seed)
     fleet.fill()
     before = fleet.turn(range(4))
@@ -68,12 +80,12 @@ def test_three_engines_reuse_what_the_fourth_handed_over(
         for number in others:
             fleet.engines[number].do("rest")
     fleet.engines[0].kill()
-    after = fleet.turn(others)
+    after = fleet.turns(others, seconds)
     table(
         "Reuse after one engine ended",
         HEADINGS,
         (
-            way,
+            f"{way}, {seconds:.0f} s" if seconds else way,
             str(chunks),
             f"{before.share:.3f}",
             f"{after.share:.3f}",
