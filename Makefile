@@ -92,10 +92,9 @@ FEW := KVROUTER_TEST_EXAMPLES=few $(PYTEST) -m "not slow"
 test: $(VENV)/installed
 	$(FEW) --numprocesses $$(($(CORES) + 1)) $(ARGS)
 
-# The order is that of tests/conftest.py, because some files with few tests take the longest. These tests use whole
-# routers and make faults, so they get fewer processes.
+# The order is that of tests/conftest.py, because some files with few tests take the longest.
 test-all: $(VENV)/installed
-	$(PYTEST) -m "slow or property" --numprocesses $(CORES) --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -m "slow or property" --numprocesses $$(($(CORES) + 1)) --no-loadscope-reorder $(ARGS)
 
 # Run modules as without a C compiler. tests/conftest.py leaves out tests that never run a compiled module.
 test-uncompiled: $(VENV)/installed

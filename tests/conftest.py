@@ -40,7 +40,20 @@ PATIENCE_S = 60.0
 
 # These files take the longest in `make test-all`, so they come first. If they came last, one process would still run them
 # when the others are done.
-LONGEST = ("LIST",)
+LONGEST = (
+    "test_containers",
+    "test_installation",
+    "test_demo",
+    "test_page",
+    "test_docs_run",
+    "test_api_fuzz",
+    "test_prompts_ahead",
+    "test_simulation",
+    "test_docs_site",
+    "test_history",
+    "test_distributions",
+    "test_bench_peers",
+)
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -179,29 +179,39 @@ def _limit(answer: dict[str, Any]) -> str | None:
     return None if limit is None else f"g{limit['group_idx']} {limit['kind']}"
 
 
-@contextlib.contextmanager
-def _orderly_end() -> Iterator[Callable[[], None]]:
-    """Unwind on SIGTERM as on Ctrl-C. Yields a function that ignores further signals, to call before the clean-up.
+class _Signals:
+    """The signals of one run, from `with` on: SIGTERM unwinds as Ctrl-C does.
 
     Outside the main thread, signals are left alone.
     """
 
-    def unwind(*_: object) -> NoReturn:
-        raise SystemExit(TERMINATED)
+    def __init__(self) -> None:
+        # Whether Ctrl-C came. Python prints and drops a KeyboardInterrupt that is raised in a weakref's callback or in
+        # `__del__`, so the exception alone does not end every run.
+        self.is_interrupted = False
+        self._before: dict[int, Any] = {}
 
-    def hold() -> None:
-        for number in before:
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in ((signal.SIGINT, self._interrupt), (signal.SIGTERM, self._terminate)):
+                self._before[number] = signal.signal(number, handler)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def ignore(self) -> None:
+        """Ignore further signals, because the clean-up begins."""
+        for number in self._before:
             signal.signal(number, signal.SIG_IGN)
 
-    before: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        before[signal.SIGINT] = signal.getsignal(signal.SIGINT)
-        before[signal.SIGTERM] = signal.signal(signal.SIGTERM, unwind)
-    try:
-        yield hold
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    def _interrupt(self, *_: object) -> NoReturn:
+        self.is_interrupted = True
+        raise KeyboardInterrupt
+
+    def _terminate(self, *_: object) -> NoReturn:
+        raise SystemExit(TERMINATED)
 
 
 def run_demo(options: DemoOptions) -> int:
@@ -213,18 +223,20 @@ def run_demo(options: DemoOptions) -> int:
     if options.problem is not None:
         print(f"kvrouter demo: {options.problem}", file=sys.stderr)
         return 2
+    signals = _Signals()
     try:
-        with _orderly_end() as hold_signals:
-            return _run(options, hold_signals)
-    except DemoFailed as error:
-        print(f"kvrouter demo: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
+        with signals:
+            return _run(options, signals)
+    except (DemoFailed, KeyboardInterrupt) as error:
+        if isinstance(error, DemoFailed) and not signals.is_interrupted:
+            print(f"kvrouter demo: {error}", file=sys.stderr)
+            return 1
+        # Ctrl-C ends the router, too, if all are in one group of processes.
         print("\nkvrouter demo: stopped", file=sys.stderr)
         return INTERRUPTED
 
 
-def _run(options: DemoOptions, hold_signals: Callable[[], None]) -> int:
+def _run(options: DemoOptions, signals: _Signals) -> int:
     scene, replicas, clock = SCENES[options.shape], options.replicas, options.clock
     prompts = options.prompts or make_prompts(random.Random(options.seed), options.requests)
     working_set = working_set_blocks(scene, prompts)
@@ -259,13 +271,13 @@ def _run(options: DemoOptions, hold_signals: Callable[[], None]) -> int:
                     view.table(scene, working_set, rows, summary)
                 view.next_steps(options.shape, verbose=options.verbose)
             if options.stays:
-                _stay(demo, options, view)
+                _stay(demo, options, view, signals)
         finally:
-            hold_signals()
+            signals.ignore()
     return 0 if summary.exact_prompts == summary.prompts else 1
 
 
-def _stay(demo: Demo, options: DemoOptions, view: View) -> None:
+def _stay(demo: Demo, options: DemoOptions, view: View, signals: _Signals) -> None:
     """Send requests through the router until Ctrl-C."""
     view.staying(demo.url)
     sent = prompt_tokens = reused_tokens = 0
@@ -274,6 +286,8 @@ def _stay(demo: Demo, options: DemoOptions, view: View) -> None:
         for turn in itertools.count(1):
             rng = random.Random(options.seed + turn)
             for prompt in options.prompts or make_prompts(rng, STAY_PROMPTS):
+                if signals.is_interrupted:
+                    raise KeyboardInterrupt
                 sent += 1
                 prompt_tokens += len(prompt.tokens)
                 reused_tokens += demo.proxied(prompt)

@@ -120,6 +120,24 @@ def test_a_signal_ends_it_and_leaves_nothing(number: signal.Signals, code: int, 
     assert list(scratch.iterdir()) == []
 
 
+def test_a_ctrl_c_that_python_drops_ends_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dying:
+        def __del__(self) -> None:
+            # Python prints and drops what is raised here.
+            signal.raise_signal(signal.SIGINT)
+
+    pauses = 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal pauses
+        pauses += 1
+        assert pauses < 3, "the demo goes on"
+        Dying()
+
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    assert run_demo(DemoOptions(replicas=2, requests=12, stays=True, sleep=sleep)) == 0
+
+
 @pytest.mark.parametrize("shape", SCENES)
 def test_the_real_router_predicts_every_prompt_exactly(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_demo(DemoOptions(shape=shape, replicas=3, requests=24, json_output=True)) == 0

@@ -223,8 +223,8 @@ def test_an_engine_that_does_not_tell_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         arguments = ["--worker", f"w0=http://127.0.0.1:{silent.getsockname()[1]},model=m"]
         with RouterProcess(tmp_path, arguments) as router:
-            row = until(lambda: rows(router).get("w0"), "registered")
-        assert row["approximate"]
+            until(lambda: rows(router).get("w0", {}).get("approximate"), "registered, and its blocks are guessed")
+            row = rows(router)["w0"]
         assert "where its KV events are is not known" in row["reason"] and "write events=" in row["reason"]
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,8 @@ from tests.support.disk_child import (
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 KILLS = 20
-# Long enough for a few hundred writes; the shortest lives have nearly none.
-LONGEST_LIFE_S = 0.5
+# Enough for some clears; the shortest lives have hardly a write.
+MOST_LINES = 1_500
 HANG_S = 120
 READS = 600
 READERS = 2
@@ -54,9 +55,16 @@ class Child:
         """Wait until a write to the folder, which was empty, has ended, however busy the machine is."""
         self._wait_said(b"+ ")
 
+    def wait_lines(self, count: int) -> None:
+        """Wait until that many lines were printed, however busy the machine is."""
+        self._wait(lambda said: said.count(b"\n") >= count)
+
     def _wait_said(self, words: bytes) -> None:
+        self._wait(lambda said: words in said)
+
+    def _wait(self, is_over: Callable[[bytes], bool]) -> None:
         end = time.monotonic() + HANG_S
-        while words not in self._path.read_bytes():
+        while not is_over(self._path.read_bytes()):
             assert self.process.poll() is None and time.monotonic() < end, self.errors()
             time.sleep(0.01)
 
@@ -142,7 +150,7 @@ def test_what_was_announced_survives_kills(tmp_path: Path) -> None:
     for seed in range(KILLS):
         child = Child(tmp_path, seed)
         child.wait_open()
-        time.sleep(rng.uniform(0, LONGEST_LIFE_S))
+        child.wait_lines(rng.randrange(MOST_LINES))
         status, lines = child.end(signal.SIGKILL)
         assert status == -signal.SIGKILL
         account.add(lines, stored_keys)
