@@ -6,16 +6,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvrouter.engine_patch.offload.peer.peer_access import PeerAccess
 from kvrouter.events.patch.messages import PeerAddress
+from kvrouter.events.transport.curve import read_secret
 from kvrouter.router.app.core.hand_overs import NO_PEER, HandOvers
 from kvrouter.router.base.common.errors import Conflict, UnknownWorker
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.model.workers.stream_state import StreamState
+from tests.support.peer_keys import PeerKeys
 from tests.support.ports import free_port
 from tests.support.receiving_engine import HOST, ReceivingEngine
 
@@ -120,6 +124,37 @@ async def test_a_neighbour_that_does_not_answer_gets_no_share(
     assert by_name["w2"].end == "unreachable" and "curve_client_key" in by_name["w2"].problem
     (part,) = await until_over(hand_overs)
     assert (part.worker_id, part.fetched) == ("w1", 6)
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+async def test_engines_with_keys_take_messages_of_a_router_that_they_list_alone(
+    is_listed: bool, stack: ExitStack, registry: TinyRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, ports = PeerKeys(tmp_path), [free_port(), free_port()]
+    files, publics = zip(*(keys.make(f"engine {port}") for port in ports), strict=True)
+    for public, port in zip(publics, ports, strict=True):
+        keys.admit(public, f"{HOST}:{port}")
+    router_file, router_public = keys.make("router")
+    if is_listed:
+        keys.admit(router_public, f"{HOST}:1")
+    engines = [
+        ReceivingEngine(stack, PeerAccess(HOST, file, str(keys.list_file)), port)
+        for file, port in zip(files, ports, strict=True)
+    ]
+    for number, (port, public) in enumerate(zip(ports, publics, strict=True)):
+        registry.add(f"w{number}", port, key=public)
+    engines[0].store(1, 2, 3)
+    hand_overs = HandOvers(registry, read_secret(router_file), lambda: NUMBER)  # type: ignore[arg-type]
+    if is_listed:
+        await hand_overs.begin("w0", None, None, None, 1 << 20, WITHIN_S)
+        (part,) = await until_over(hand_overs)
+        assert (part.worker_id, part.end, part.fetched) == ("w1", "complete", 3)
+        assert engines[1].held() == engines[0].held()
+    else:
+        monkeypatch.setattr("kvrouter.router.app.core.hand_overs.ANSWER_TIMEOUT_S", 0.5)
+        with pytest.raises(Conflict, match=r"curve_client_key\) in peer_list_file"):
+            await hand_overs.begin("w0", None, None, None, 1 << 20, WITHIN_S)
+        assert not engines[1].held()
 
 
 async def test_a_second_hand_over_to_a_busy_engine_says_so(

@@ -26,6 +26,7 @@ from kvrouter.engine_patch.offload.peer.peer_wire import VERSION, Hello, Welcome
 from kvrouter.engine_patch.offload.peer.warmer import Warmer
 from kvrouter.engine_patch.setup.throttled_log import ThrottledLog
 from kvrouter.events.peer.hand_over import Refused, Warm, Warmed, WarmEnd, WarmQuery, WarmStop, read_reply
+from tests.support.peer_keys import PeerKeys
 from tests.support.peer_world import CHUNK_BYTES, IDENTITY, Engine, World, content, key
 from tests.support.ports import free_port
 from tests.support.receiving_engine import ReceivingEngine
@@ -237,33 +238,13 @@ def test_the_lending_thread_goes_on_after_a_fault(open_pair: Pair, monkeypatch: 
     assert open_pair.do(ProbeJob(1, [key(1)], 0, in_s(WAIT_S))) == [Probed(1, [True], None)]
 
 
-class Keys:
-    """The key files of some engines."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.list_file = folder / "peers"
-        self.list_file.touch()
-
-    def make(self, name: str) -> tuple[str, str]:
-        """Return the file of a new secret key, and its public key."""
-        public, secret = zmq.curve_keypair()
-        file = self._folder / name
-        file.write_bytes(secret)
-        return str(file), public.decode()
-
-    def admit(self, public: str, address: object) -> None:
-        with self.list_file.open("a") as lines:
-            lines.write(f"{public} {address}\n")
+@pytest.fixture
+def keys(tmp_path: Path) -> PeerKeys:
+    return PeerKeys(tmp_path)
 
 
 @pytest.fixture
-def keys(tmp_path: Path) -> Keys:
-    return Keys(tmp_path)
-
-
-@pytest.fixture
-def closed_pair(stack: ExitStack, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> Pair:
+def closed_pair(stack: ExitStack, keys: PeerKeys, monkeypatch: pytest.MonkeyPatch) -> Pair:
     port = free_port()
     monkeypatch.setattr("tests.unit.test_peer_threads.free_port", lambda: port)
     (lender_file, lender_key), (reader_file, reader_key) = keys.make("lender"), keys.make("reader")
