@@ -342,8 +342,10 @@ class Tiering:
             is_current = wish.step == self._step
             if (is_current and not wish.waits) or self._step - wish.step > PATIENCE_STEPS:
                 del self._waiting[wish_id]
-        protected = self._protected()
-        for wish in [wish for wish in self._waiting.values() if wish.step == self._step]:
+        current = [wish for wish in self._waiting.values() if wish.step == self._step]
+        # A long prompt needs tens of thousands of chunks, which are collected only if one is to be read.
+        protected = self._protected() if any(wish.missing for wish in current) else frozenset()
+        for wish in current:
             self._promote(wish, protected)
             if self.peers is not None and wish.peer is not None:
                 self.peers.query(wish.peer)
