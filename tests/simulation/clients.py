@@ -228,6 +228,8 @@ class Clients:
             self._note("client", f"{how} of {booking.selection_id} at {router.name}")
         elif status == HTTPStatus.NOT_FOUND:
             self._judge_unknown(booking, router)
+            # An owner that was cut off reads the request later, and ends the reservation then.
+            booking.is_uncertain |= how == "release"
         elif status in (LOST, HTTPStatus.SERVICE_UNAVAILABLE):
             booking.is_uncertain |= how == "release"
             self._end_later(booking, how, END_AGAIN_S)
