@@ -19,14 +19,14 @@ from functools import partial
 from kvrouter.router.model.workers.stream_state import StreamState
 from tests.simulation.clients import CALM_S, CLIENT, Clients
 from tests.simulation.engine import Kind, Server
+from tests.simulation.fault_maker import FaultMaker
 from tests.simulation.faults import Fault, plan
 from tests.simulation.http import HttpClient
-from tests.simulation.laws import DEAF_S, QUIET_S, Broken, Laws
-from tests.simulation.network import Cut, Network
+from tests.simulation.laws import QUIET_S, Broken, Laws
+from tests.simulation.network import Network
 from tests.simulation.operator import Operator
 from tests.simulation.router import HistoryHandler, Router
-from tests.simulation.router_settings import FleetSettings, changed
-from tests.simulation.store.store import Former
+from tests.simulation.router_settings import FleetSettings
 from tests.simulation.store_server import StoreServer
 from tests.simulation.virtual_loop import Stuck, VirtualLoop
 
@@ -60,9 +60,6 @@ HTTP_SHARE = 0.7
 RANKS_SHARE = 0.2
 LATE_SHARE = 0.2
 LATEST_S = 40.0
-# In a rolling restart, how long each router is away, and the most that is waited until it serves.
-AWAY_S = (0.2, 3.0)
-SERVES_WITHIN_S = 10.0
 
 
 @dataclass
@@ -87,39 +84,15 @@ class World:
     def __init__(self, seed: int, without: Collection[int] = ()) -> None:
         self.seed = seed
         rng = random.Random(f"world {seed}")
-        self._rng = rng
+        self.rng = rng
         self._without = frozenset(without)
         self.history: list[str] = []
         self._hash = hashlib.blake2b(digest_size=16)
         self.loop = loop = VirtualLoop(self._new_rng(), shuffles=rng.random() < SHUFFLED_SHARE)
         self.network = loop.network = Network(loop, self._new_rng())
         self.store = StoreServer(loop, self.network.add_host("store", "10.0.0.1"), self._new_rng())
-        settings = FleetSettings(self._new_rng())
-        self.routers = [
-            Router(
-                name,
-                loop,
-                self.network.add_host(name, f"10.0.2.{number}"),
-                "10.0.0.1",
-                self._new_rng(),
-                self.note,
-                settings,
-            )
-            for number, name in enumerate("abcde"[: rng.choice(ROUTERS)], 1)
-        ]
-        self.servers = [
-            Server(
-                f"e{number}",
-                rng.choice(KINDS),
-                self.network,
-                self.network.add_host(f"e{number}", f"10.0.1.{number}"),
-                self._new_rng(),
-                self.note,
-                has_http=rng.random() < HTTP_SHARE,
-                ranks=2 if rng.random() < RANKS_SHARE else 1,
-            )
-            for number in range(rng.choice(SERVERS))
-        ]
+        self.routers = self._make_routers(FleetSettings(self._new_rng()))
+        self.servers = self._make_servers()
         self.engines = [engine for server in self.servers for engine in server.engines]
         self.laws = Laws(loop, self.engines, self.routers, self.store)
         for router in self.routers if rng.random() < HTTP_WORLDS_SHARE else ():
@@ -146,10 +119,35 @@ class World:
         self.faults = plan(
             self._new_rng(), [router.name for router in self.routers], hosts, names, CALM_S, CALM_S + FAULTS_S
         )
-        self._is_quiet = False
+
+    def _make_routers(self, settings: FleetSettings) -> list[Router]:
+        hosts = [
+            self.network.add_host(name, f"10.0.2.{number}")
+            for number, name in enumerate("abcde"[: self.rng.choice(ROUTERS)], 1)
+        ]
+        return [
+            Router(host.name, self.loop, host, self.store.host.address, self._new_rng(), self.note, settings)
+            for host in hosts
+        ]
+
+    def _make_servers(self) -> list[Server]:
+        rng = self.rng
+        return [
+            Server(
+                f"e{number}",
+                rng.choice(KINDS),
+                self.network,
+                self.network.add_host(f"e{number}", f"10.0.1.{number}"),
+                self._new_rng(),
+                self.note,
+                has_http=rng.random() < HTTP_SHARE,
+                ranks=2 if rng.random() < RANKS_SHARE else 1,
+            )
+            for number in range(rng.choice(SERVERS))
+        ]
 
     def _new_rng(self) -> random.Random:
-        return random.Random(self._rng.getrandbits(64))
+        return random.Random(self.rng.getrandbits(64))
 
     def note(self, who: str, text: str) -> None:
         """Add a line to the history."""
@@ -172,7 +170,7 @@ class World:
                 problem = str(error)
                 self.note("LAW", problem)
         loop = self.loop
-        self._count(f"{loop.steps} {loop.time()} {loop.rng.random()} {self._rng.random()}")
+        self._count(f"{loop.steps} {loop.time()} {loop.rng.random()} {self.rng.random()}")
         return Outcome(
             self.seed, self._hash.hexdigest(), problem, loop.time() - 1_000.0, loop.steps, self.laws.judgements,
             self.faults, self.history, self.laws.states,
@@ -199,7 +197,7 @@ class World:
             gc.enable()
 
     def _run(self) -> None:
-        loop, rng = self.loop, self._rng
+        loop, rng, maker = self.loop, self.rng, FaultMaker(self)
         self.note("world", f"seed {self.seed}: {self._description()}")
         for router in self.routers:
             loop.after(rng.uniform(0.0, 2.0), router.start)
@@ -214,9 +212,9 @@ class World:
         self.clients.begin()
         for fault in self.faults:
             if fault.number not in self._without:
-                loop.after(fault.at_s, partial(self._begin, fault))
+                loop.after(fault.at_s, partial(maker.begin, fault))
         self._go(CALM_S + FAULTS_S)
-        self._quieten()
+        maker.quieten()
         for _ in range(QUIET_LOOKS):
             self._go(LOOK_S)
             self._note_rounds()
@@ -306,215 +304,6 @@ class World:
             if isinstance(law := error.get("exception"), Broken):
                 raise law
             raise Broken(f"error: {error.get('message')}: {error.get('exception')!r}")
-
-    # -- faults
-
-    def _begin(self, fault: Fault) -> None:
-        self.note("world", str(fault))
-        if not fault.spares_routers:
-            self._disturb(fault.seconds)
-        getattr(self, f"_{fault.kind}")(fault)
-
-    def _router(self, name: str) -> Router:
-        return next(router for router in self.routers if router.name == name)
-
-    def _server(self, name: str) -> Server:
-        return next(server for server in self.servers if server.name == name)
-
-    def _disturb(self, seconds: float) -> None:
-        """Note that routers or their ways to the store are disturbed for some time."""
-        self.clients.disturbed_s = max(self.clients.disturbed_s, self.loop.time() + seconds)
-
-    def _later(self, fault: Fault, what: str, call: object) -> None:
-        def end() -> None:
-            if not self._is_quiet:
-                self.note("world", f"end of fault {fault.number}: {what}")
-                call()  # type: ignore[operator]
-
-        self.loop.after(fault.seconds, end)
-
-    def _engine_restart(self, fault: Fault) -> None:
-        server = self._server(fault.first)
-        if server.is_up:
-            server.die(silently=fault.draw < 0.2)
-            self.loop.after(max(1.0, fault.seconds), server.begin)
-
-    def _engine_stopped(self, fault: Fault) -> None:
-        self._set(fault, "is_stopped", True, False)
-
-    def _engine_mute(self, fault: Fault) -> None:
-        self._set(fault, "is_mute", True, False)
-
-    def _engine_slow(self, fault: Fault) -> None:
-        self._set(fault, "slow_s", 5 * fault.draw, 0.0)
-
-    def _set(self, fault: Fault, name: str, value: object, after: object) -> None:
-        """Set an attribute of all cores of a server until the end of the fault."""
-        engines = self._server(fault.first).engines
-
-        def end() -> None:
-            for engine in engines:
-                setattr(engine, name, after)
-
-        for engine in engines:
-            setattr(engine, name, value)
-        self._later(fault, f"{name} {after}", end)
-
-    def _engine_flood(self, fault: Fault) -> None:
-        for engine in self._server(fault.first).engines:
-            for _ in range(60):
-                engine.publish()
-
-    def _router_kill(self, fault: Fault) -> None:
-        router = self._router(fault.first)
-        router.kill(silently=fault.draw < 0.3)
-        self._later(fault, "starts again", router.start)
-
-    def _router_stop(self, fault: Fault) -> None:
-        self._stop(self._router(fault.first), fault.seconds)
-
-    def _stop(self, router: Router, seconds: float) -> None:
-        """Stop a router in order, and start it after some seconds."""
-        router.stop()
-
-        def start() -> None:
-            if router.process is not None and router.core is None:
-                # A process that does not end in time is killed.
-                router.kill()
-            router.start()
-
-        self.loop.after(seconds, start)
-
-    def _router_pause(self, fault: Fault) -> None:
-        router = self._router(fault.first)
-        router.pause()
-        self._later(fault, "goes on", router.resume)
-
-    def _power(self, fault: Fault) -> None:
-        """Kill all routers and the store at once."""
-        for router in self.routers:
-            router.kill(silently=True)
-        self.store.crash(fault.lost_writes, silently=True)
-        self._later(fault, "the store is back", lambda: self._restore(fault))
-        for router in self.routers:
-            self.loop.after(self._rng.uniform(0.0, fault.seconds + 2.0), router.start)
-
-    def _restore(self, fault: Fault) -> None:
-        self.store.restart(with_data=fault.draw < 0.7, loading_s=fault.draw if fault.draw < 0.3 else 0.0)
-
-    def _store_crash(self, fault: Fault) -> None:
-        if self.store.is_up:
-            self.store.crash(fault.lost_writes, silently=fault.draw < 0.2)
-            self._later(fault, "the store is back", lambda: self._restore(fault))
-
-    def _store_failover(self, fault: Fault) -> None:
-        former = list(Former)[int(fault.draw * len(Former))]
-        self.note("store", f"the former primary is {former.value}")
-        self.store.failover(fault.lost_writes, former)
-        self._later(fault, "the former primary ends", lambda: self.store.run(self.store.store.end_former))
-
-    def _store_flush(self, fault: Fault) -> None:
-        if self.store.is_up:
-            self.store.run(self.store.store.flushall)
-
-    def _store_evicts(self, fault: Fault) -> None:
-        if self.store.is_up:
-            gone = self.store.run(self.store.store.evict, 1 + int(3 * fault.draw))
-            self.note("store", f"evicts {b' '.join(gone).decode()}")
-
-    def _store_stopped(self, fault: Fault) -> None:
-        self.store.run(self.store.store.stop)
-        self._later(fault, "the store goes on", lambda: self.store.run(self.store.store.resume))
-
-    def _store_full(self, fault: Fault) -> None:
-        store = self.store.store
-        fill, free = (store.fill, store.drain) if fault.draw < 0.5 else (store.fill_disk, store.free_disk)
-        self.store.run(fill)
-        self._later(fault, "the store takes writes", lambda: self.store.run(free))
-
-    def _link_cut(self, fault: Fault) -> None:
-        first, second = self.network.hosts[fault.first], self.network.hosts[fault.second]
-        how = Cut.SILENT if fault.draw < 0.7 else Cut.RESET
-        self.network.cut(first, second, how)
-        for engine in self.engines:
-            if engine.host is second:
-                deaf_s = min(fault.seconds, DEAF_S)
-                before_s = self.laws.deaf_until_s.get(engine.name, 0.0)
-                self.laws.deaf_until_s[engine.name] = max(before_s, self.loop.time() + deaf_s)
-        self._later(fault, "is whole", lambda: self.network.heal(first, second))
-
-    def _link_reset(self, fault: Fault) -> None:
-        self.network.drop_connections(self.network.hosts[fault.first], self.network.hosts[fault.second])
-
-    def _operator_rolling_restart(self, fault: Fault) -> None:
-        """Stop and start one router after the other, perhaps as an upgrade to the present version."""
-        rng, waiting = self._rng, self._rng.sample(self.routers, len(self.routers))
-
-        def restart() -> None:
-            if self._is_quiet or not waiting:
-                return
-            router = waiting.pop()
-            self.note("world", f"fault {fault.number} restarts {router.name}")
-            router.is_old = router.is_old and fault.draw < 0.5
-            away_s = rng.uniform(*AWAY_S)
-            self._disturb(away_s + SERVES_WITHIN_S)
-            self._stop(router, away_s)
-            until_s = self.loop.time() + away_s + SERVES_WITHIN_S
-            self.loop.after(away_s, lambda: go_on(router, until_s))
-
-        def go_on(router: Router, until_s: float) -> None:
-            if router.core is not None or self.loop.time() > until_s:
-                restart()
-            else:
-                self.loop.after(LOOK_S, lambda: go_on(router, until_s))
-
-        restart()
-
-    def _operator_drain(self, fault: Fault) -> None:
-        self._change(fault, is_draining=True)
-        self._later(fault, "is active again", lambda: self._change(fault, is_draining=False))
-
-    def _operator_move(self, fault: Fault) -> None:
-        self._change(fault, is_moved=fault.draw < 0.6)
-
-    def _operator_remove(self, fault: Fault) -> None:
-        self._change(fault, is_wanted=False)
-        self._later(fault, "is registered again", lambda: self._change(fault, is_wanted=True))
-
-    def _change(self, fault: Fault, **changes: bool) -> None:
-        engine = next(engine for engine in self.engines if engine.name == fault.first)
-        self.operator.want(engine.worker, **changes)
-
-    def _operator_settings(self, fault: Fault) -> None:
-        router = self._router(fault.first)
-        if router.core is not None:
-            router.apply(changed(router.config, self._rng))
-
-    def _network_slow(self, fault: Fault) -> None:
-        self.network.slowness = 1 + 50 * fault.draw
-        self._later(fault, "the network is fast", lambda: setattr(self.network, "slowness", 1.0))
-
-    def _quieten(self) -> None:
-        """End all faults."""
-        self._is_quiet = self.clients.is_quiet = True
-        self.note("world", "-- quiet")
-        network = self.network
-        network.slowness = 1.0
-        for first in network.hosts.values():
-            for second in network.hosts.values():
-                network.heal(first, second)
-        store = self.store.store
-        for end in (store.drain, store.free_disk, store.resume, store.end_former):
-            self.store.run(end)
-        self.store.restart(with_data=True)
-        for server in self.servers:
-            server.quieten()
-        self.operator.quieten()
-        for router in self.routers:
-            router.resume()
-            if router.process is not None and router.core is None and router.started_s < self.loop.time() - 10.0:
-                router.kill()
-            router.start()
 
 
 def run_world(seed: int, without: Collection[int] = ()) -> Outcome:
