@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from tests.simulation.store.keyspace import NO_INTEGER, WRONG_TYPE, Command, Keyspace, Members, ReplyError
@@ -51,8 +52,15 @@ class Order(NamedTuple):
     grows: bool = False
 
 
+ZERO = ord("0")
+# Fewer digits than a number of 64 bits can have.
+SURE_DIGITS = 19
+
+
 def integer(text: bytes) -> int:
     """Return a number of 64 bits as Redis reads it. Raises ReplyError."""
+    if text.isdigit() and text[0] != ZERO and len(text) < SURE_DIGITS:
+        return int(text)
     if re.fullmatch(rb"-?[1-9][0-9]{0,18}|0", text) and (number := int(text)) in _INT64:
         return number
     raise ReplyError(NO_INTEGER)
@@ -383,6 +391,8 @@ class ReadRequest(NamedTuple):
     after: tuple[tuple[bytes, bytes], ...]
 
 
+# A waiting XREAD is read again with each entry of its streams.
+@lru_cache(maxsize=64)
 def read_request(words: Command) -> ReadRequest:
     """Return the parts of an XREAD. Raises ReplyError."""
     count = block_ms = None
