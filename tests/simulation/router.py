@@ -62,6 +62,8 @@ class Router:
         self.placer: Placer | None = None
         self.token = ""
         self.tokens: list[str] = []
+        # The metrics of all its processes, by token.
+        self.registries: dict[str, MetricRegistry] = {}
         self.started_s = 0.0
         # Until when it was paused last.
         self.resumed_s = 0.0
@@ -97,7 +99,7 @@ class Router:
             segment_memory_bytes=0,
             health_interval_s=HEALTH_INTERVAL_S,
         )
-        registry = MetricRegistry()
+        registry = self.registries[self.token] = MetricRegistry()
         metrics = RouterMetrics(registry)
         supervisor = TaskSupervisor(clock=clock, rng=self._new_rng(), failures=registry.task_failures)
         feed = EventFeed(life=f"{rng.getrandbits(32):08x}", wall_clock=self._loop.time, metrics=metrics.core.watch)

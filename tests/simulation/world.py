@@ -22,6 +22,7 @@ from kvrouter.router.base.common.errors import RouterError, StoreDown, UnknownSe
 from kvrouter.router.base.redis_client.errors import StoreError
 from kvrouter.router.index.matching.question import Question
 from kvrouter.router.route.placement.placement_request import PlacementRequest
+from tests.simulation.coverage import Coverage, Observer
 from tests.simulation.engine import MODEL, Engine, Kind
 from tests.simulation.laws import DEAF_S, QUIET_S, Broken, Laws
 from tests.simulation.network import Cut, Network
@@ -102,6 +103,7 @@ class Outcome:
     faults: list[Fault] = field(default_factory=list)
     history: list[str] = field(default_factory=list)
     states: dict[str, int] = field(default_factory=dict)
+    coverage: Coverage = field(default_factory=Coverage)
 
 
 class World:
@@ -134,6 +136,7 @@ class World:
             for number in range(rng.choice((1, 2, 3)))
         ]
         self.laws = Laws(loop, self.engines, self.routers, self.store)
+        self.observer = Observer(self.engines, self.routers)
         self.faults = self._plan(self._new_rng())
         self._clients = self._new_rng()
         self._is_quiet = False
@@ -156,7 +159,7 @@ class World:
     def run(self) -> Outcome:
         """Run to the quiet end or to the first broken law."""
         problem = ""
-        with self._alone():
+        with self._alone(), self.observer.watching():
             try:
                 self._run()
             except (Broken, Stuck) as error:
@@ -166,7 +169,7 @@ class World:
         self._hash.update(f"{loop.steps} {loop.time()} {loop.rng.random()} {self._clients.random()}".encode())
         return Outcome(
             self.seed, self._hash.hexdigest(), problem, loop.time() - 1_000.0, loop.steps, self.laws.judgements,
-            self.faults, self.history, self.laws.states,
+            self.faults, self.history, self.laws.states, self.observer.end(self.history),
         )  # fmt: skip
 
     @contextlib.contextmanager
@@ -389,6 +392,7 @@ class World:
 
     def _begin(self, fault: Fault) -> None:
         self.note("world", str(fault))
+        self.observer.fault_begins(fault.kind, fault.first, fault.second)
         if not fault.kind.startswith("engine"):
             self.disturbed_s = max(self.disturbed_s, self.loop.time() + fault.seconds)
         getattr(self, f"_{fault.kind}")(fault)
