@@ -5,7 +5,9 @@ After each step of a router, and at each answer:
 
 - *Credit.* What a `live` or `catching_up` worker is credited with was held at the shown seq by the engine's present
   life, or by one whose end the router need not know yet. What a `suspect` one is credited with was held at some time.
-- *Age.* A `live` worker misses no batch that was sent `AGE_S` ago. So two routers differ by no more than that.
+- *Age.* A `live` worker misses no batch that was sent `AGE_S` ago.
+- *Staleness.* A `live` worker is at most `LAG_S` behind what its follower showed (`staleness.py`).
+- *Agreement.* Two routers that show a worker as `live` at the same position credit the same blocks and hits.
 - *Fence.* Nothing is written to a worker's log by a router that does not have its lease.
 - *Load.* No sum is negative.
 
@@ -14,21 +16,34 @@ At the end, `QUIET_S` after the last fault:
 - *Followers.* Each worker is followed by exactly one router, and is live in all.
 - *Full credit.* Each router credits what patch or replay endpoint can bring, else all since the quiet began.
 - *Reservations.* Each ended once, and all sums are zero.
-- *Bounds.* No router has more tasks or sockets than its workers need.
+- *Counters.* The metrics agree with what happened (`counters.py`).
+- *Bounds.* No router has more tasks, sockets, connections, tables or objects than its workers need (`bounds.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvrouter.router.base.common.ids import Place, WorkerKey
 from kvrouter.router.follow.streams.worker_stream import WorkerStream
+from kvrouter.router.index.matching.question import Question
 from kvrouter.router.index.store import keys
 from kvrouter.router.index.store.commit import Lease
 from kvrouter.router.model.workers.stream_state import StreamState
+from tests.simulation.bounds import (
+    MOST_SOCKETS_PER_WORKER,
+    MOST_TASKS,
+    MOST_TASKS_PER_WORKER,
+    problem_of_connections,
+    problem_of_streams,
+    problem_of_tables,
+)
+from tests.simulation.counters import problem_of_counters
 from tests.simulation.engine import Engine, Kind, LifeSpan
 from tests.simulation.router import Router
+from tests.simulation.staleness import LAG_S, Followed
 from tests.simulation.store.keyspace import Command
 from tests.simulation.store_server import StoreServer
 from tests.simulation.virtual_loop import VirtualLoop
@@ -46,9 +61,6 @@ DEAF_S = 27.0
 RESUMED_S = 0.5
 # The documented bound of `tests/chaos`.
 QUIET_S = 75.0
-MOST_TASKS = 40
-MOST_TASKS_PER_WORKER = 16
-MOST_SOCKETS_PER_WORKER = 4
 
 
 class Broken(Exception):
@@ -68,12 +80,19 @@ class Laws:
         self.deaf_until_s: dict[str, float] = {}
         # For each router and worker, what was judged last.
         self._judged: dict[tuple[str, WorkerKey], tuple[Any, str | None, int | None]] = {}
+        self._followed = Followed(loop.time)
+        # The oldest `live` answer of a router that does not follow the worker.
+        self.most_lag_s = 0.0
+        # How often two routers were compared at the same position.
+        self.agreements = 0
         self.judgements = 0
         # How many answers were judged, by state.
         self.states: dict[str, int] = {}
         self._by_log = {keys.log(engine.worker).encode(): engine.worker for engine in engines}
         self._store = store.store
         self._store.observe(self._judge_write)
+        # How many writes to workers' logs the store executed, by the name of the router.
+        self._written: Counter[str] = Counter()
         # A law that was broken outside a step; it is raised at the next one.
         self.broken = ""
 
@@ -107,6 +126,10 @@ class Laws:
         view, seq = stream.view, stream.record.shown.seq
         self.judgements += 1
         self.states[view.state.value] = self.states.get(view.state.value, 0) + 1
+        if stream.held:
+            self._followed.show(engine.worker, stream.record.shown.epoch, seq)
+        elif view.state is StreamState.LIVE:
+            self._judge_lag(router, engine, stream)
         if not view.credited:
             return
         shown = credited(router, engine.worker)
@@ -148,6 +171,16 @@ class Laws:
                 f"age: {router.name} shows {engine.name} live at seq {stream.record.shown.seq}, {age_s:.1f} s behind"
             )
 
+    def _judge_lag(self, router: Router, engine: Engine, stream: WorkerStream) -> None:
+        shown = stream.record.shown
+        lag_s = self._followed.lag_s(engine.worker, shown.epoch, shown.seq, router.resumed_s + RESUMED_S)
+        self.most_lag_s = max(self.most_lag_s, lag_s)
+        if lag_s > LAG_S:
+            raise Broken(
+                f"staleness: {router.name} shows {engine.name} live at seq {shown.seq}, {lag_s:.1f} s after its follower "
+                "showed more"
+            )
+
     def _excuse_s(self, router: Router, engine: Engine) -> float:
         """Return the time until which packets, or the router, stood still."""
         return max(self.deaf_until_s.get(engine.name, 0.0), router.resumed_s + RESUMED_S)
@@ -175,6 +208,8 @@ class Laws:
         return min(numbers, default=_count(shown))
 
     def _judge_write(self, client: str, effects: Sequence[Command]) -> None:
+        if any(words[0].upper() == b"XADD" and words[1] in self._by_log for words in effects):
+            self._written[client] += 1
         if self._store.has_former:
             # Two primaries have two leases: no fence can hold, and the writes to one of them are lost.
             return
@@ -195,6 +230,27 @@ class Laws:
             if min(burden.queued_tokens, burden.decode_tokens, burden.requests) < 0:
                 raise Broken(f"load: {router.name} counts {burden} for {view.worker.worker_id}")
 
+    def judge_agreement(self, question: Question) -> None:
+        """Check that routers that show workers as `live` at the same position credit the same blocks and hits."""
+        able = [router for router in self._routers if router.answers]
+        for engine in self._engines.values():
+            shown: dict[tuple[str | None, int | None], tuple[Router, Held, int]] = {}
+            for router in able:
+                assert router.core is not None and router.process is not None
+                stream = router.core.registry.streams.get(engine.worker)
+                if stream is None or stream.view.state is not StreamState.LIVE:
+                    continue
+                position = stream.record.shown.epoch, stream.record.shown.seq
+                hits = {hit.worker: hit.tokens for hit in router.process.run(router.core.ask, question)}
+                blocks, tokens = credited(router, engine.worker), hits.get(engine.worker, 0)
+                other, others_blocks, others_tokens = shown.setdefault(position, (router, blocks, tokens))
+                self.agreements += other is not router
+                if blocks != others_blocks or tokens != others_tokens:
+                    raise Broken(
+                        f"agreement: {other.name} and {router.name} show {engine.name} live at seq {position[1]}, with "
+                        f"{_count(others_blocks)} and {_count(blocks)} blocks, and hits of {others_tokens} and {tokens} tokens"
+                    )
+
     def judge_bounds(self, router: Router, tasks: int) -> None:
         """Check the numbers of tasks and sockets."""
         workers = len(self._engines)
@@ -202,6 +258,8 @@ class Laws:
             raise Broken(f"bounds: {router.name} has {tasks} tasks")
         if router.core is not None and len(router.context.open_sockets) > MOST_SOCKETS_PER_WORKER * workers:
             raise Broken(f"bounds: {router.name} has {len(router.context.open_sockets)} sockets")
+        if problem := problem_of_connections(router):
+            raise Broken(problem)
 
     # -- at the end
 
@@ -230,6 +288,20 @@ class Laws:
                 if burden.queued_tokens or burden.decode_tokens or burden.requests:
                     return f"load: {router.name} still counts {burden} for {view.worker.worker_id}"
         return ""
+
+    def judge_end(self, reserved: Counter[str], history: Iterable[str]) -> None:
+        """Judge what is left of a whole world.
+
+        Args:
+            reserved: The reservations that clients made, by the token of the process.
+            history: The lines of the world.
+        """
+        processes = sum(len(router.tokens) for router in self._routers)
+        for router in self._routers:
+            if problem := problem_of_tables(router, len(self._engines), processes) or problem_of_streams(router):
+                raise Broken(problem)
+        if problem := problem_of_counters(self._routers, self._engines, reserved, self._written, history):
+            raise Broken(problem)
 
     def _missing(self, router: Router, engine: Engine, stream: WorkerStream) -> str:
         life, seq = engine.life, stream.record.shown.seq

@@ -75,6 +75,11 @@ class Router:
         """Whether there is no process."""
         return self.process is None
 
+    @property
+    def answers(self) -> bool:
+        """Whether clients get answers now."""
+        return self.core is not None and self.process is not None and self.process.standing is Standing.RUNS
+
     def start(self) -> None:
         """Start a process."""
         if self.process is not None:

@@ -12,6 +12,7 @@ import gc
 import hashlib
 import logging
 import random
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -226,6 +227,7 @@ class World:
         self.note("world", f"whole again after {waited_s:.0f} s")
         for router in self.routers:
             self.laws.judge(router, whole=True)
+        self.laws.judge_end(Counter(booking.token for booking in self._bookings.values()), self.history)
 
     def _go(self, seconds: float) -> None:
         """Run for a time; the slow laws are judged now and then."""
@@ -239,6 +241,7 @@ class World:
                 if router.process is not None:
                     tasks = sum(task.get_name() != CLIENT for task in self.loop.tasks_of(router.process))
                     self.laws.judge_bounds(router, tasks)
+            self.laws.judge_agreement(self._question())
 
     def _after_step(self) -> None:
         self.laws.after_step()
@@ -284,14 +287,18 @@ class World:
 
         self.loop.after(self._clients.uniform(*ASK_S), ask)
 
+    def _question(self) -> Question:
+        rng = self._clients
+        tokens = TOKENS[rng.randrange(PROMPTS)][: rng.randrange(8, PROMPT_TOKENS + 1)]
+        return Question(MODEL, len(tokens), token_ids=np.array(tokens, np.int64))
+
     def _ask(self, router: Router) -> None:
         """Ask a router as a client does, and judge what it answers from."""
         core, placer, process, rng = router.core, router.placer, router.process, self._clients
         if core is None or placer is None or process is None:
             return
         self.laws.judge(router, whole=True)
-        tokens = TOKENS[rng.randrange(PROMPTS)][: rng.randrange(8, PROMPT_TOKENS + 1)]
-        question = Question(MODEL, len(tokens), token_ids=np.array(tokens, np.int64))
+        question = self._question()
         self.answers += 1
         try:
             if rng.random() < 0.5 or self._is_quiet:
