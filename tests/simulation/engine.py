@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated engine on its own host: the lives of `model_engine.py`, behind simulated sockets and HTTP.
+"""Simulated engines on their own hosts: the lives of `model_engine.py`, behind simulated sockets and HTTP.
 
-It runs in system events, and its randomness is its own: what it computes does not depend on who listens.
+A server is one process with one HTTP address and a core for each data-parallel rank. A core is what a router follows as
+one worker, so the laws call it an engine. Servers run in system events, and their randomness is their own: what they
+compute does not depend on who listens.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from kvrouter.events.patch.messages import (
 )
 from kvrouter.events.vllm.wire import END_SEQ, SEQ_BYTES, WireEvent
 from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.model.kvcache.block_hash import HashScheme
 from kvrouter.router.model.workers.registration import NO_PATCH, CatalogSpec, Registration
 from tests.simulation.network import End, Host, Network
 from tests.simulation.tcp import serve_tcp
@@ -35,7 +38,8 @@ from tests.support.model_engine import (
     PROMPTS,
     QUIET_PROMPT,
     SCHEMES,
-    UNKNOWN_SCHEME,
+    UNNAMED,
+    Layout,
     Life,
 )
 
@@ -43,13 +47,18 @@ if TYPE_CHECKING:
     from tests.simulation.virtual_loop import VirtualLoop
 
 MODEL = "m"
-EVENTS_PORT, REPLAY_PORT, REQUESTS_PORT, REPORTS_PORT, HTTP_PORT = 5557, 5558, 5559, 5560, 8000
+# The ports of rank 0; those of rank 1 are one higher.
+EVENTS_PORT, REPLAY_PORT, REQUESTS_PORT, REPORTS_PORT, HTTP_PORT = 5550, 5560, 5570, 5580, 8000
+# The offset of the ports at which events and HTTP can be reached, too, so that a registration may move.
+SECOND_ADDRESS = 1_000
 TOPIC = b"kv-events"
 HEARTBEAT_S = 1.0
 # An engine in a data centre computes hundreds of batches a second; a few are enough for the order of things.
 STEP_S = (0.01, 0.8)
 QUIET_STEP_S = 1.0
 RINGS = (8, 200, 200)
+# How long a slow engine pauses between the parts of an answer.
+MOST_PART_PAUSE_S = 0.2
 # How many messages wait for a slow reader.
 HIGH_WATER_MARKS = (20, 10_000, 10_000)
 
@@ -77,22 +86,25 @@ class LifeSpan:
     sent_s: list[float] = field(default_factory=list)
 
 
-class Engine:
-    """One engine. `restart` and `die` begin and end its lives."""
+@dataclass(frozen=True)
+class Flags:
+    """The flags with which a server begins, the same for all its cores."""
 
-    def __init__(
-        self,
-        name: str,
-        kind: Kind,
-        network: Network,
-        host: Host,
-        rng: random.Random,
-        note: Callable[[str, str], None],
-        *,
-        has_http: bool,
-    ) -> None:
-        self.name, self.kind, self.host = name, kind, host
-        self.worker = WorkerKey(MODEL, name)
+    layout: Layout
+    scheme: HashScheme
+    # How many batches the replay endpoint remembers, and how many messages wait for a slow reader.
+    ring: int
+    hwm: int
+    patched: bool
+
+
+class Engine:
+    """One core of a server. `begin` and `end` are called by the server."""
+
+    def __init__(self, server: Server, rank: int, rng: random.Random) -> None:
+        self.name = f"{server.name}.{rank}" if rank else server.name
+        self.kind, self.host, self.rank = server.kind, server.host, rank
+        self.worker = WorkerKey(MODEL, server.name, rank)
         self.spans: list[LifeSpan] = []
         self.life: Life | None = None
         # Whether its threads stand still.
@@ -101,79 +113,59 @@ class Engine:
         self.is_mute = False
         self.slow_s = 0.0
         self.is_quiet = False
-        # The seq at which the quiet end's second round began, from which a plain engine's blocks must be credited.
+        # The seq at which all routers showed the worker live in the quiet end, from which a plain engine's blocks must be
+        # credited, and whether they did at the last look.
         self.first_quiet = 0
-        self._has_http = has_http
-        self._network, self._rng, self._note = network, rng, note
-        self._loop: VirtualLoop = network.loop
+        self.is_followed = False
+        self._server = server
+        self._network, self._rng, self._note = server.network, rng, server.note
+        self._loop: VirtualLoop = server.network.loop
         self._generation = 0
 
-    @property
-    def registration(self) -> Registration:
-        """The registration of its worker."""
-        base = f"tcp://{self.host.address}"
+    def registration(self, *, is_moved: bool = False, is_draining: bool = False) -> Registration:
+        """Return the registration of its worker; `is_moved` names the second addresses of events and HTTP."""
+        base, offset = f"tcp://{self.host.address}", SECOND_ADDRESS if is_moved else 0
         return Registration(
             self.worker,
-            events=f"{base}:{EVENTS_PORT}",
-            replay=f"{base}:{REPLAY_PORT}" if self.kind is Kind.STOCK else None,
-            patch=f"{base}:{REQUESTS_PORT}" if self.kind is Kind.PATCHED else NO_PATCH,
-            url=f"http://{self.host.address}:{HTTP_PORT}" if self._has_http else None,
+            events=f"{base}:{EVENTS_PORT + self.rank + offset}",
+            replay=f"{base}:{REPLAY_PORT + self.rank}" if self.kind is Kind.STOCK else None,
+            patch=f"{base}:{REQUESTS_PORT + self.rank}" if self.kind is Kind.PATCHED else NO_PATCH,
+            url=f"http://{self.host.address}:{HTTP_PORT + offset}" if self._server.has_http else None,
             catalog=CatalogSpec(offload_blocks_per_chunk=1),
+            draining=is_draining,
         )
 
     # -- lives
 
-    def begin(self) -> None:
-        """Begin a life, perhaps with other flags than the one before."""
-        rng = self._rng
-        before = self.spans[-1].life if self.spans else None
-        layout, scheme = rng.choice(LAYOUTS), rng.choice(SCHEMES)
-        if before is not None and before.scheme is not UNKNOWN_SCHEME and rng.random() < 0.5:
-            layout, scheme = before.layout, before.scheme
-        patched = self.kind is Kind.PATCHED and (self.is_quiet or rng.random() < 0.9)
-        life = self.life = Life(len(self.spans), layout, scheme, ring=rng.choice(RINGS), patched=patched)
-        life.epoch = f"{rng.getrandbits(64):016x}"
+    def begin(self, flags: Flags) -> None:
+        """Begin a life."""
+        network, host, rank = self._network, self.host, self.rank
+        life = self.life = Life(
+            len(self.spans), flags.layout, flags.scheme, ring=flags.ring, patched=flags.patched, dp_rank=rank
+        )
+        life.epoch = f"{self._rng.getrandbits(64):016x}"
         life.start_s = 1_000.0 + self._loop.time()
         self.spans.append(LifeSpan(life, self._loop.time()))
         self._generation += 1
-        self.host.is_up = True
         self.is_stopped = False
-        hwm = rng.choice(HIGH_WATER_MARKS)
-        self._events = Publisher(self._network, self.host, EVENTS_PORT, hwm=hwm)
+        self._events = Publisher(network, host, EVENTS_PORT + rank, hwm=flags.hwm)
+        host.listeners[EVENTS_PORT + rank + SECOND_ADDRESS] = host.listeners[EVENTS_PORT + rank]
         if self.kind is Kind.STOCK:
-            Responder(self._network, self.host, REPLAY_PORT, self._replay, self._answer_pause_s)
-        if patched:
-            self._reports = Publisher(self._network, self.host, REPORTS_PORT, hwm=hwm)
-            Responder(self._network, self.host, REQUESTS_PORT, self._answer, self._answer_pause_s)
+            Responder(network, host, REPLAY_PORT + rank, self._replay, self._answer_pause_s, self._part_pause_s)
+        if flags.patched:
+            self._reports = Publisher(network, host, REPORTS_PORT + rank, hwm=flags.hwm)
+            Responder(network, host, REQUESTS_PORT + rank, self._answer, self._answer_pause_s, self._part_pause_s)
             self._every(HEARTBEAT_S, self._beat)
-        if self._has_http:
-            serve_tcp(self.host, HTTP_PORT, self._serve_http)
         self._next_step()
-        self._note(self.name, f"begins life {life.number}: {layout.name}, {scheme.label}, patched {patched}, hwm {hwm}")
 
-    def die(self, *, silently: bool) -> None:
-        """End the life; silently if its host loses power."""
-        if self.life is None:
-            return
-        span = self.spans[-1]
-        span.ended_s, span.silently = self._loop.time(), silently
-        self.life = None
-        self._generation += 1
-        self.host.is_up = not silently
-        self._network.fell(self.host, silently=silently)
-        self._note(self.name, f"dies{' without a word' if silently else ''} at seq {span.life.next_seq - 1}")
-
-    def quieten(self) -> None:
-        """Publish rarely and keep all promises from now on."""
-        self.is_quiet = True
-        self.is_stopped = self.is_mute = False
-        self.slow_s = 0.0
-        self.host.is_up = True
-        needs_patch = self.kind is Kind.PATCHED and self.life is not None and not self.life.patched
-        if self.life is None or needs_patch:
-            self.die(silently=False)
-            # A fault that ends meanwhile may begin the next life.
-            self._loop.after(1.0, lambda: None if self.life is not None else self.begin())
+    def end(self, *, silently: bool) -> None:
+        """End the life."""
+        if self.life is not None:
+            span = self.spans[-1]
+            span.ended_s, span.silently = self._loop.time(), silently
+            self.life = None
+            self._generation += 1
+            self._note(self.name, f"dies{' without a word' if silently else ''} at seq {span.life.next_seq - 1}")
 
     # -- publishing
 
@@ -245,6 +237,9 @@ class Engine:
     def _answer_pause_s(self) -> float:
         return self.slow_s + self._rng.uniform(0.0, 0.1)
 
+    def _part_pause_s(self) -> float:
+        return self._rng.uniform(0.0, MOST_PART_PAUSE_S) if self.slow_s else 0.0
+
     def _replay(self, request: Frames) -> list[Frames]:
         if self.life is None or self.is_stopped or self.is_mute:
             return []
@@ -260,12 +255,87 @@ class Engine:
             return []
         message: Request = msgspec.msgpack.decode(request[-1], type=Request)
         if isinstance(message, HelloRequest):
-            reports = f"tcp://*:{REPORTS_PORT}"
+            reports = f"tcp://*:{REPORTS_PORT + self.rank}"
             hello = msgspec.structs.replace(life.hello(), id=message.id, reports=reports, heartbeat_s=HEARTBEAT_S)
             return [[b"", msgspec.msgpack.encode(hello)]]
         if not isinstance(message, SnapshotRequest) or self.is_mute:
             return []
         return [[b"", msgspec.msgpack.encode(part)] for part in life.parts(message.id)]
+
+
+class Server:
+    """One engine process with its cores. `begin` and `die` begin and end its lives."""
+
+    def __init__(
+        self,
+        name: str,
+        kind: Kind,
+        network: Network,
+        host: Host,
+        rng: random.Random,
+        note: Callable[[str, str], None],
+        *,
+        has_http: bool,
+        ranks: int,
+    ) -> None:
+        self.name, self.kind, self.host, self.network, self.note = name, kind, host, network, note
+        self.has_http = has_http
+        self._rng, self._loop = rng, network.loop
+        self._is_quiet = False
+        self._flags: Flags | None = None
+        self._start_s = 0.0
+        self.engines = [Engine(self, rank, random.Random(rng.getrandbits(64))) for rank in range(ranks)]
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the process runs."""
+        return self.engines[0].life is not None
+
+    def begin(self) -> None:
+        """Begin a life, perhaps with other flags than the one before."""
+        if self.is_up:
+            return
+        rng, before = self._rng, self._flags
+        layouts = LAYOUTS if self.kind is Kind.PATCHED else (*LAYOUTS, UNNAMED)
+        layout, scheme = rng.choice(layouts), rng.choice(SCHEMES)
+        if before is not None and rng.random() < 0.5:
+            layout, scheme = before.layout, before.scheme
+        patched = self.kind is Kind.PATCHED and (self._is_quiet or rng.random() < 0.9)
+        flags = self._flags = Flags(layout, scheme, rng.choice(RINGS), rng.choice(HIGH_WATER_MARKS), patched)
+        self.host.is_up = True
+        self._start_s = 1_000.0 + self._loop.time()
+        for engine in self.engines:
+            engine.begin(flags)
+        if self.has_http:
+            for port in (HTTP_PORT, HTTP_PORT + SECOND_ADDRESS):
+                serve_tcp(self.host, port, self._serve_http)
+        self.note(
+            self.name,
+            f"begins life {len(self.engines[0].spans) - 1}: {layout.name}, {scheme.label}, patched {patched}, "
+            f"hwm {flags.hwm}",
+        )
+
+    def die(self, *, silently: bool) -> None:
+        """End the life; silently if its host loses power."""
+        if self.is_up:
+            for engine in self.engines:
+                engine.end(silently=silently)
+            self.host.is_up = not silently
+            self.network.fell(self.host, silently=silently)
+
+    def quieten(self) -> None:
+        """Publish rarely and keep all promises from now on."""
+        self._is_quiet = True
+        for engine in self.engines:
+            engine.is_quiet = True
+            engine.is_stopped = engine.is_mute = False
+            engine.slow_s = 0.0
+        self.host.is_up = True
+        needs_patch = self.kind is Kind.PATCHED and self._flags is not None and not self._flags.patched
+        if not self.is_up or needs_patch:
+            self.die(silently=False)
+            # A fault that ends meanwhile may begin the next life.
+            self._loop.after(1.0, self.begin)
 
     def _serve_http(self, end: End) -> Callable[[bytes], None]:
         unread = b""
@@ -279,9 +349,19 @@ class Engine:
                 self._loop.after(self._rng.uniform(0.0, 0.01), partial(reply, path))
 
         def reply(path: bytes) -> None:
-            if self.life is None or self.is_stopped:
+            if not self.is_up or self.engines[0].is_stopped:
                 return
-            page = b"process_start_time_seconds %.2f\n" % self.life.start_s if path == b"/metrics" else b"{}"
+            page = self._metrics() if path == b"/metrics" else b"{}"
             end.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(page), page))
 
         return take
+
+    def _metrics(self) -> bytes:
+        """Return the metrics page, which names each rank if there are several."""
+        lines = [b"process_start_time_seconds %.2f\n" % self._start_s]
+        for engine in self.engines if len(self.engines) > 1 else ():
+            lines += [
+                b'vllm:num_requests_%b{engine="%d",model_name="m"} 0.0\n' % (gauge, engine.rank)
+                for gauge in (b"running", b"waiting")
+            ]
+        return b"".join(lines)

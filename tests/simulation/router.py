@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated router process: the real core and placement on the virtual loop, wired as `assembly.py` wires them."""
+"""A simulated router process: the real core and placement on the virtual loop, wired as `assembly.py` wires them.
+
+A router may be of an older version, whose heartbeats lack the fields that were added since, and may have a list of workers
+in place of the file of the setting `workers_file`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from kvrouter.events.transport.flood_watch import FloodWatch
 from kvrouter.router.app.core.router_core import Core
@@ -16,16 +22,26 @@ from kvrouter.router.base.common.random_ids import RandomIds
 from kvrouter.router.base.common.task_supervisor import TaskSupervisor
 from kvrouter.router.base.redis_client.errors import StoreError
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.follow.discovery.candidate import Candidate
+from kvrouter.router.follow.discovery.discovery import Discovery
 from kvrouter.router.follow.feed.event_feed import EventFeed
+from kvrouter.router.index.store.peers import Peers
 from kvrouter.router.index.store.store import IndexStore
+from kvrouter.router.model.config.live_settings import LiveSettings
 from kvrouter.router.model.config.settings import Config
 from kvrouter.router.model.upstream.engine_client import EngineClient
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.engine_key import EngineKey
+from kvrouter.router.model.workers.source_precedence import FILE
 from kvrouter.router.observe.decisions.decision_log import DecisionLog
 from kvrouter.router.route.placement.placer import Placer
+from kvrouter.router.serve.access.access import Access
+from kvrouter.router.serve.api.http.fastapi_app import build_api
+from kvrouter.router.serve.api.http.http_api import HttpApi
 from kvrouter.router.serve.proxy.admission import Admission
+from tests.simulation.http import serve_http
 from tests.simulation.network import Host
+from tests.simulation.router_settings import FleetSettings
 from tests.simulation.store.store import PORT
 from tests.simulation.virtual_loop import Process, Standing
 from tests.simulation.zmq_network import SimulatedContext
@@ -33,12 +49,37 @@ from tests.simulation.zmq_network import SimulatedContext
 if TYPE_CHECKING:
     from tests.simulation.virtual_loop import VirtualLoop
 
-LEASE_S = 2.0
-REPLAY_TIMEOUT_S = 2.0
-MIRROR_BYTES = 16 << 20
-HEALTH_INTERVAL_S = 1.0
+# The fields of heartbeats that routers of an older version do not write.
+NEWER_FIELDS = ("software", "settings")
 # How soon a process that could not start is started again.
 RESTART_S = 1.0
+
+
+class ListSource:
+    """The workers of a list that an operator changes while the router runs."""
+
+    name = FILE
+    problem = ""
+
+    def __init__(self, shown: Sequence[Candidate]) -> None:
+        self.shown: Sequence[Candidate] | None = shown
+        self.notify: Callable[[], None] = lambda: None
+
+    async def run(self, changed: Callable[[], None]) -> None:
+        """Wait until cancelled; `notify` calls `changed`."""
+        self.notify = changed
+        await asyncio.get_running_loop().create_future()
+
+
+class OldPeers(Peers):
+    """The reports of a router of an older version."""
+
+    async def beat(self, token: str, heartbeat: bytes) -> dict[bytes, bytes]:
+        """Write a heartbeat without the newer fields."""
+        fields = msgspec.msgpack.decode(heartbeat)
+        return await super().beat(
+            token, msgspec.msgpack.encode({name: fields[name] for name in fields if name not in NEWER_FIELDS})
+        )
 
 
 class Router:
@@ -52,8 +93,9 @@ class Router:
         store_address: str,
         rng: random.Random,
         note: Callable[[str, str], None],
+        settings: FleetSettings,
     ) -> None:
-        self.name, self.host = name, host
+        self.name, self.host, self.settings = name, host, settings
         self._loop, self._rng, self._note = loop, rng, note
         self._url = f"redis://{store_address}:{PORT}"
         self.process: Process | None = None
@@ -67,6 +109,12 @@ class Router:
         self.started_s = 0.0
         # Until when it was paused last.
         self.resumed_s = 0.0
+        # Whether the next process is of an older version, and the list of its source of workers, None without a source.
+        self.is_old = False
+        self.listed: Sequence[Candidate] | None = None
+        self._source: ListSource | None = None
+        # Whether clients reach it over HTTP; otherwise they call its parts.
+        self.has_http = False
         self._ended: list[object] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -80,6 +128,25 @@ class Router:
         """Whether clients get answers now."""
         return self.core is not None and self.process is not None and self.process.standing is Standing.RUNS
 
+    def show(self, listed: Sequence[Candidate]) -> None:
+        """Replace the list of workers, which a running process notices."""
+        self.listed = listed
+        if self._source is not None and self.process is not None:
+            self._source.shown = listed
+            self.process.call_soon(self._source.notify)
+
+    def apply(self, config: Config) -> None:
+        """Apply changed settings to the running process."""
+        if self.core is not None and self.placer is not None and self.process is not None:
+            self._config = config
+            for apply in (self.core.apply, self.placer.apply):
+                self.process.call_soon(apply, config)
+
+    @property
+    def config(self) -> Config:
+        """The settings of the last process."""
+        return self._config
+
     def start(self) -> None:
         """Start a process."""
         if self.process is not None:
@@ -89,7 +156,7 @@ class Router:
         self.tokens.append(self.token)
         self.process = self._loop.add_process(self.name)
         self.started_s = self._loop.time()
-        self._note(self.name, f"starts as {self.token}")
+        self._note(self.name, f"starts as {self.token}{', an older version' if self.is_old else ''}")
         self._tasks.append(self.process.start(self._open(self.process)))
 
     async def _open(self, process: Process) -> None:
@@ -97,13 +164,7 @@ class Router:
         rng = self._rng
         offset_s = rng.uniform(0.0, 1e6)
         clock = lambda: self._loop.time() + offset_s  # noqa: E731
-        config = Config(
-            lease_ttl_s=LEASE_S,
-            replay_timeout_s=REPLAY_TIMEOUT_S,
-            mirror_budget_bytes=MIRROR_BYTES,
-            segment_memory_bytes=0,
-            health_interval_s=HEALTH_INTERVAL_S,
-        )
+        config = self._config = self.settings.of_router()
         registry = self.registries[self.token] = MetricRegistry()
         metrics = RouterMetrics(registry)
         supervisor = TaskSupervisor(clock=clock, rng=self._new_rng(), failures=registry.task_failures)
@@ -112,6 +173,8 @@ class Router:
         self.context = SimulatedContext(self._loop, self.host, self._new_rng())
         try:
             store = await IndexStore.open(self._url)
+            if self.is_old:
+                store.peers = OldPeers(store._transactions)
             core = Core(
                 store=store,
                 config=config,
@@ -148,13 +211,47 @@ class Router:
             core.registry.subscribe(view=placer.on_view, life=admission.refused.forget)
             await core.start()
             placer.start()
+            discovery = await self._discover(core, metrics, clock, supervisor)
         except StoreError as error:
             self._note(self.name, f"does not start: {error}")
             self._loop.after(0.0, lambda: self._fail(process))
             return
-        self._store, self._metrics, self._supervisor = store, registry, supervisor
+        self._store, self._metrics, self._supervisor, self._discovery = store, registry, supervisor, discovery
         self.core, self.placer = core, placer
+        if self.has_http:
+            serve_http(self.host, process, self._api(core, placer, discovery, metrics, clock))
         self._note(self.name, "serves")
+
+    def _api(
+        self, core: Core, placer: Placer, discovery: Discovery, metrics: RouterMetrics, clock: Callable[[], float]
+    ) -> HttpApi:
+        """Return the HTTP API of a process, without what proxied requests and texts need."""
+        config, http = self._config, metrics.http
+        settings = LiveSettings(config, metrics=http.access.files)
+        access = Access(settings, http.access, clock=clock, wall_clock=self._loop.time)
+        return build_api(core, placer, config, http, clock, sources=discovery, access=access)
+
+    async def _discover(
+        self, core: Core, metrics: RouterMetrics, clock: Callable[[], float], supervisor: TaskSupervisor
+    ) -> Discovery:
+        """Start the reconciliation with the list of workers. Raises StoreError."""
+        allowed = AllowList(self._config.allow_hosts)
+        self._source = None if self.listed is None else ListSource(self.listed)
+        discovery = Discovery(
+            core.fleet,
+            core.registrations,
+            [] if self._source is None else [self._source],
+            # The list names models and events, so no engine is queried.
+            session=None,  # type: ignore[arg-type]
+            engine_key=EngineKey(None, allowed),
+            allowed=allowed,
+            metrics=metrics.discovery,
+            clock=clock,
+            rng=self._new_rng(),
+            supervisor=supervisor,
+        )
+        await discovery.start()
+        return discovery
 
     def _fail(self, process: Process) -> None:
         if self.process is process:
@@ -185,9 +282,11 @@ class Router:
             self.kill()
             return
         self._note(self.name, "stops")
+        self.host.listeners.clear()
         self.core = self.placer = None
 
         async def close() -> None:
+            await self._discovery.stop()
             await placer.stop()
             await core.stop()
             await self._store.close()

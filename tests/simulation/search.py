@@ -31,7 +31,8 @@ from typing import Any
 import msgspec
 
 from tests.simulation import coverage
-from tests.simulation.world import FAULTS, Fault, Outcome, run_world
+from tests.simulation.faults import FAULTS, Fault
+from tests.simulation.world import Outcome, run_world
 
 # Lines of the history that are shown before the broken law, and how long one may be.
 SHOWN_LINES = 60

@@ -28,9 +28,12 @@ class _Descriptor:
 
 
 class TcpTransport(asyncio.Transport):
-    """The transport of a client's connection."""
+    """The transport of a connection, on the side of a process."""
 
-    def __init__(self, end: End, process: Process, protocol: asyncio.BaseProtocol, peer: tuple[str, int]) -> None:
+    def __init__(
+        self, end: End, process: Process, protocol: asyncio.BaseProtocol | None, peer: tuple[str, int]
+    ) -> None:
+        """Take over one end of a connection; without a protocol, `begin` brings it."""
         super().__init__({"peername": peer, "socket": _Descriptor()})
         self._end, self._process, self._protocol = end, process, protocol
         self._inbox: deque[bytes | Exception | None] = deque()
@@ -47,8 +50,15 @@ class TcpTransport(asyncio.Transport):
         self._inbox.append(error)
         self._process.call_soon(self._take)
 
+    def begin(self, protocol: asyncio.BaseProtocol) -> None:
+        """Bring the protocol, which takes what has arrived meanwhile."""
+        self._protocol = protocol
+        protocol.connection_made(self)
+        for _ in self._inbox:
+            self._process.call_soon(self._take)
+
     def _take(self) -> None:
-        if self._closing or self._paused or not self._inbox:
+        if self._closing or self._paused or not self._inbox or self._protocol is None:
             return
         data = self._inbox.popleft()
         if isinstance(data, bytes):
@@ -61,7 +71,7 @@ class TcpTransport(asyncio.Transport):
     def _lose(self, error: Exception | None) -> None:
         if not self._closing:
             self._closing = True
-            self._process.call_soon(self._protocol.connection_lost, error)
+            self._process.call_soon(self.get_protocol().connection_lost, error)
 
     # -- asyncio's interface
 
@@ -69,6 +79,7 @@ class TcpTransport(asyncio.Transport):
         self._protocol = protocol
 
     def get_protocol(self) -> asyncio.BaseProtocol:
+        assert self._protocol is not None
         return self._protocol
 
     def write(self, data: Any) -> None:
@@ -146,6 +157,16 @@ async def connect_tcp(loop: VirtualLoop, factory: Callable[[], Any], host: str, 
     transport = TcpTransport(end, process, protocol, (host, int(port)))
     protocol.connection_made(transport)
     return transport, protocol
+
+
+def listen_tcp(host: Host, port: int, process: Process, factory: Callable[[], Any]) -> None:
+    """Serve byte streams in a process."""
+
+    def accept(end: End) -> None:
+        transport = TcpTransport(end, process, None, (end.peer.host.address, end.number))
+        process.call_soon(lambda: transport.begin(factory()))
+
+    host.listeners[port] = accept
 
 
 def serve_tcp(host: Host, port: int, session: Callable[[End], Callable[[bytes], None]]) -> None:

@@ -30,7 +30,7 @@ THREAD_S = 0.02
 
 
 class Stuck(Exception):
-    """A simulation in which nothing will ever happen again, or which took more steps than allowed."""
+    """A simulation that took more steps than allowed."""
 
 
 class Standing(enum.Enum):
@@ -67,11 +67,13 @@ class Process:
     def call_soon(self, callback: Callable[..., object], *args: object) -> None:
         """Have a callback run as one of this process."""
         if self.standing is not Standing.DEAD:
-            self.ready.append(asyncio.Handle(callback, args, self._loop, self._context))
+            self.ready.append(_Timer(0.0, callback, args, self._loop, self._context))
 
     def kill(self) -> None:
         """End the process without any clean-up."""
         self.standing = Standing.DEAD
+        self._loop.processes.remove(self)
+        self._loop.dead.append(self)
         self.remains += self.ready
         self.remains += self._loop.tasks_of(self)
         self.ready.clear()
@@ -96,6 +98,35 @@ class NumberedTask(asyncio.Task[Any]):
         return self.number
 
 
+class _Timer(asyncio.TimerHandle):
+    """A callback, at a time or as soon as possible, without what asyncio does for its debug mode."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        when: float,
+        callback: Callable[..., object],
+        args: Any,
+        loop: VirtualLoop,
+        context: contextvars.Context | None,
+    ) -> None:
+        self._context = contextvars.copy_context() if context is None else context
+        self._loop, self._callback, self._args = loop, callback, args
+        self._cancelled, self._repr, self._source_traceback = False, None, None
+        self._when, self._scheduled = when, False
+
+    def cancel(self) -> None:
+        """Do nothing when the time comes."""
+        if not self._cancelled:
+            self._cancelled = True
+            # As asyncio does, so that a cancelled callback keeps nothing alive.
+            self._callback = self._args = None  # type: ignore[assignment]
+
+    def __lt__(self, other: object) -> bool:
+        raise TypeError("timers are ordered by their numbers")
+
+
 class VirtualLoop(asyncio.BaseEventLoop):
     """The event loop of all simulated processes."""
 
@@ -104,6 +135,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.rng = rng
         self.shuffles = shuffles
         self.processes: list[Process] = []
+        # Killed processes, which are kept with all that they had.
+        self.dead: list[Process] = []
         self.steps = 0
         # The process whose callback ran last.
         self.last: Process | None = None
@@ -159,54 +192,46 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Have a system event happen after this time."""
         self.at(self._now_s + delay_s, call)
 
-    def step(self) -> None:
-        """Run the next callback of some process, after the system events that are due. Raises Stuck."""
+    def run_for(self, seconds: float, *, after_step: Callable[[], None], most_steps: int) -> None:
+        """Run callbacks for some virtual time, after the system events that are due. Raises Stuck after too many steps."""
+        end_s = self._now_s + seconds
+        # There is a timer until the end.
+        self.at(end_s, lambda: None)
+        timers, shuffles, randrange = self._timers, self.shuffles, self.rng.randrange
+        last = self.steps + most_steps
         while True:
-            self._fire()
+            if timers[0][0] <= self._now_s:
+                self._fire()
+            if self._now_s >= end_s:
+                return
             able = [process for process in self.processes if process.ready and process.standing is Standing.RUNS]
-            if able:
-                break
-            if not self._timers:
-                raise Stuck("nothing will ever happen again")
-            self._now_s = max(self._now_s, self._timers[0][0])
-        process = able[0] if len(able) == 1 else able[self.rng.randrange(len(able))]
-        ready = process.ready
-        if self.shuffles and len(ready) > 1:
-            index = self.rng.randrange(len(ready))
-            handle = ready[index]
-            del ready[index]
-        else:
-            handle = ready.popleft()
-        self.last = process
-        if not handle._cancelled:
+            if not able:
+                self._now_s = max(self._now_s, timers[0][0])
+                continue
+            process = able[0] if len(able) == 1 else able[randrange(len(able))]
+            ready = process.ready
+            if shuffles and len(ready) > 1:
+                index = randrange(len(ready))
+                handle = ready[index]
+                del ready[index]
+            else:
+                handle = ready.popleft()
+            if handle._cancelled:
+                continue
+            self.last = process
             self.steps += 1
             process.steps += 1
             self._now_s += STEP_S
             handle._run()
-
-    def run_for(self, seconds: float, *, after_step: Callable[[], None], most_steps: int) -> None:
-        """Run for some virtual time. Raises Stuck after too many steps."""
-        end_s = self._now_s + seconds
-        wake = [False]
-        self.at(end_s, lambda: wake.__setitem__(0, True))
-        last = self.steps + most_steps
-        while not wake[0]:
-            self._fire()
-            if wake[0]:
-                break
-            if any(process.ready and process.standing is Standing.RUNS for process in self.processes):
-                self.step()
-                after_step()
-                if self.steps > last:
-                    raise Stuck(f"{most_steps} steps in {seconds:g} s of virtual time")
-            else:
-                self._now_s = max(self._now_s, self._timers[0][0])
+            after_step()
+            if self.steps > last:
+                raise Stuck(f"{most_steps} steps in {seconds:g} s of virtual time")
 
     def _fire(self) -> None:
         """Run the system events that are due, and move the timers that are due to their processes."""
-        timers = self._timers
+        timers, pop = self._timers, heapq.heappop
         while timers and timers[0][0] <= self._now_s:
-            _, _, process, what = heapq.heappop(timers)
+            _, _, process, what = pop(timers)
             if process is None:
                 what()
             elif process.standing is Standing.DEAD:
@@ -220,7 +245,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_soon(  # type: ignore[override]
         self, callback: Any, *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = _Timer(0.0, callback, args, self, context)
         process = handle._context.get(PROCESS)  # type: ignore[attr-defined]
         if process is None:
             raise RuntimeError(f"{callback} belongs to no process")
@@ -232,7 +257,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        timer = _Timer(when, callback, args, self, context)
         process = timer._context.get(PROCESS)  # type: ignore[attr-defined]
         if process is None:
             raise RuntimeError(f"{callback} belongs to no process")

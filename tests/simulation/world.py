@@ -12,82 +12,56 @@ import gc
 import hashlib
 import logging
 import random
-from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
-
-from kvrouter.router.base.common.errors import RouterError, StoreDown, UnknownSelection
-from kvrouter.router.base.redis_client.errors import StoreError
-from kvrouter.router.index.matching.question import Question
-from kvrouter.router.route.placement.placement_request import PlacementRequest
+from kvrouter.router.model.workers.stream_state import StreamState
+from tests.simulation.clients import CALM_S, CLIENT, Clients
 from tests.simulation.coverage import Coverage, Observer
-from tests.simulation.engine import MODEL, Engine, Kind
+from tests.simulation.engine import Kind, Server
+from tests.simulation.faults import Fault, plan
+from tests.simulation.http import HttpClient
 from tests.simulation.laws import DEAF_S, QUIET_S, Broken, Laws
 from tests.simulation.network import Cut, Network
+from tests.simulation.operator import Operator
 from tests.simulation.router import HistoryHandler, Router
+from tests.simulation.router_settings import FleetSettings, changed
 from tests.simulation.store.store import Former
 from tests.simulation.store_server import StoreServer
 from tests.simulation.virtual_loop import Stuck, VirtualLoop
-from tests.support.model_engine import PROMPT_TOKENS, PROMPTS, TOKENS
 
-# The time for the fleet to start, the time with faults, and the steps that a second of virtual time may take.
-CALM_S = 5.0
+__all__ = ["Fault", "Outcome", "World", "run_world"]
+
+# The time with faults, after CALM_S, and the steps that a second of virtual time may take.
 FAULTS_S = 60.0
 MOST_STEPS_PER_S = 100_000
-# Clients ask each router a few times a second.
-ASK_S = (0.05, 0.5)
-REGISTER_RETRY_S = 0.5
-# How often an operator looks whether some router knows a worker: a store that lost everything while no router ran lost
-# the registrations for good.
-REGISTER_AGAIN_S = 5.0
-# How often a client repeats the end of a reservation while no router takes it.
-END_AGAIN_S = 0.5
-# The name of the tasks that clients' requests are.
-CLIENT = "client"
-# How often the slow laws are judged.
+# How often the slow laws are judged, and how often the quiet end is looked at before it is judged.
 LOOK_S = 1.0
+QUIET_LOOKS = 7
+# Batches for which all routers must have shown a worker live in the end; an engine sends two a second then.
+LAST_BATCHES = 6
+ROUTERS = (2, 2, 2, 3, 3, 4, 5)
+SERVERS = (1, 2, 3)
 KINDS = (Kind.STOCK, Kind.STOCK, Kind.PATCHED, Kind.PATCHED, Kind.PLAIN)
-MOST_LOST_WRITES = 40
-# The share of worlds whose processes run their ready callbacks in any order.
+# The shares of worlds whose processes run their ready callbacks in any order, of worlds whose routers have lists of
+# workers, and of worlds in which one router is of an older version.
 SHUFFLED_SHARE = 0.5
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One fault: when it begins, what it does to whom, and for how long."""
-
-    number: int
-    at_s: float
-    kind: str
-    first: str
-    second: str
-    seconds: float
-    draw: float
-
-    def __str__(self) -> str:
-        whom = " ".join(filter(None, (self.first, self.second)))
-        return f"fault {self.number}: {self.kind} {whom} at {self.at_s:.2f} s for {self.seconds:.2f} s"
-
-
-@dataclass
-class Booking:
-    """A reservation that a client made at the process with this token."""
-
-    selection_id: str
-    router: Router
-    token: str
-    # How many requests for its release succeeded.
-    worker_id: str
-    # How many requests for its release succeeded, and whether one got no answer, so that it may have succeeded.
-    releases: int = 0
-    is_uncertain: bool = False
-    # How many requests have no answer yet; those at a router that was killed never get one.
-    pending: int = 0
-    # How many lives its engine had had: the end of one ends its reservations.
-    lives: tuple[int, bool] = (0, False)
+LISTED_SHARE = 0.2
+OLD_SHARE = 0.2
+# The name of the host of clients.
+CLIENTS = "clients"
+# The share of worlds in which clients reach some routers over HTTP.
+HTTP_WORLDS_SHARE = 0.3
+# The shares of engines and routers with an HTTP address, of engines with two ranks, and of those that come late; the last
+# comes at LATEST_S.
+HTTP_SHARE = 0.7
+RANKS_SHARE = 0.2
+LATE_SHARE = 0.2
+LATEST_S = 40.0
+# In a rolling restart, how long each router is away, and the most that is waited until it serves.
+AWAY_S = (0.2, 3.0)
+SERVES_WITHIN_S = 10.0
 
 
 @dataclass
@@ -120,31 +94,60 @@ class World:
         self.loop = loop = VirtualLoop(self._new_rng(), shuffles=rng.random() < SHUFFLED_SHARE)
         self.network = loop.network = Network(loop, self._new_rng())
         self.store = StoreServer(loop, self.network.add_host("store", "10.0.0.1"), self._new_rng())
+        settings = FleetSettings(self._new_rng())
         self.routers = [
-            Router(name, loop, self.network.add_host(name, f"10.0.2.{number}"), "10.0.0.1", self._new_rng(), self.note)
-            for number, name in enumerate("abc"[: rng.choice((2, 2, 3))], 1)
+            Router(
+                name,
+                loop,
+                self.network.add_host(name, f"10.0.2.{number}"),
+                "10.0.0.1",
+                self._new_rng(),
+                self.note,
+                settings,
+            )
+            for number, name in enumerate("abcde"[: rng.choice(ROUTERS)], 1)
         ]
-        self.engines = [
-            Engine(
+        self.servers = [
+            Server(
                 f"e{number}",
                 rng.choice(KINDS),
                 self.network,
                 self.network.add_host(f"e{number}", f"10.0.1.{number}"),
                 self._new_rng(),
                 self.note,
-                has_http=rng.random() < 0.7,
+                has_http=rng.random() < HTTP_SHARE,
+                ranks=2 if rng.random() < RANKS_SHARE else 1,
             )
-            for number in range(rng.choice((1, 2, 3)))
+            for number in range(rng.choice(SERVERS))
         ]
+        self.engines = [engine for server in self.servers for engine in server.engines]
         self.laws = Laws(loop, self.engines, self.routers, self.store)
         self.observer = Observer(self.engines, self.routers)
-        self.faults = self._plan(self._new_rng())
-        self._clients = self._new_rng()
+        for router in self.routers if rng.random() < HTTP_WORLDS_SHARE else ():
+            router.has_http = rng.random() < HTTP_SHARE
+        has_lists = rng.random() < LISTED_SHARE
+        self.operator = Operator(loop, self.routers, self.engines, self._new_rng(), self.note, has_lists=has_lists)
+        self.clients = Clients(
+            loop,
+            self.routers,
+            self.engines,
+            self.laws,
+            self.operator,
+            self._new_rng(),
+            HttpClient(self.network, self.network.add_host(CLIENTS, "10.0.3.1")),
+            self.note,
+            self._count,
+        )
+        if has_lists:
+            for router in rng.sample(self.routers, rng.randint(1, len(self.routers))):
+                router.listed = ()
+        if rng.random() < OLD_SHARE:
+            rng.choice(self.routers).is_old = True
+        hosts, names = [server.name for server in self.servers], [engine.name for engine in self.engines]
+        self.faults = plan(
+            self._new_rng(), [router.name for router in self.routers], hosts, names, CALM_S, CALM_S + FAULTS_S
+        )
         self._is_quiet = False
-        self._bookings: dict[str, Booking] = {}
-        # Until when a router or its way to the store was disturbed.
-        self.disturbed_s = 0.0
-        self.answers = 0
 
     def _new_rng(self) -> random.Random:
         return random.Random(self._rng.getrandbits(64))
@@ -153,7 +156,10 @@ class World:
         """Add a line to the history."""
         line = f"{self.loop.time() - 1_000.0:10.4f} {who:5} {text}"
         self.history.append(line)
-        self._hash.update(line.encode())
+        self._count(line)
+
+    def _count(self, text: str) -> None:
+        self._hash.update(text.encode())
 
     # -- a run
 
@@ -167,7 +173,7 @@ class World:
                 problem = str(error)
                 self.note("LAW", problem)
         loop = self.loop
-        self._hash.update(f"{loop.steps} {loop.time()} {loop.rng.random()} {self._clients.random()}".encode())
+        self._count(f"{loop.steps} {loop.time()} {loop.rng.random()} {self._rng.random()}")
         return Outcome(
             self.seed, self._hash.hexdigest(), problem, loop.time() - 1_000.0, loop.steps, self.laws.judgements,
             self.faults, self.history, self.laws.states, self.observer.end(self.history),
@@ -194,40 +200,79 @@ class World:
             gc.enable()
 
     def _run(self) -> None:
-        loop = self.loop
-        order = "any order" if loop.shuffles else "asyncio's order"
-        kinds = ", ".join(
-            f"{engine.name} {engine.kind.value}{' http' if engine._has_http else ''}" for engine in self.engines
-        )
-        self.note("world", f"seed {self.seed}: {len(self.routers)} routers, {kinds}, {order}")
-        for engine in self.engines:
-            loop.after(self._rng.uniform(0.0, 2.0), engine.begin)
+        loop, rng = self.loop, self._rng
+        self.note("world", f"seed {self.seed}: {self._description()}")
         for router in self.routers:
-            loop.after(self._rng.uniform(0.0, 2.0), router.start)
-            self._ask_soon(router)
-        for engine in self.engines:
-            self._register(engine, self._rng.choice(self.routers))
+            loop.after(rng.uniform(0.0, 2.0), router.start)
+        for server in self.servers:
+            begins_s = rng.uniform(2.0, LATEST_S) if rng.random() < LATE_SHARE else rng.uniform(0.0, 2.0)
+            loop.after(begins_s, server.begin)
+            # Whoever starts an engine registers it before or after that.
+            registers_s = max(0.0, begins_s + rng.uniform(-2.0, 2.0))
+            for engine in server.engines:
+                loop.after(registers_s, partial(self.operator.want, engine.worker, is_wanted=True))
+        self.operator.look_always()
+        self.clients.begin()
         for fault in self.faults:
             if fault.number not in self._without:
                 loop.after(fault.at_s, partial(self._begin, fault))
         self._go(CALM_S + FAULTS_S)
         self._quieten()
-        self._go(2.0)
-        for engine in self.engines:
-            engine.first_quiet = 0 if engine.life is None else engine.life.next_seq
+        for _ in range(QUIET_LOOKS):
+            self._go(LOOK_S)
+            self._note_rounds()
         # Requests of clients that were under way have their answers by now.
-        self._go(CALM_S)
-        self._end_all()
+        self.clients.end_all()
         waited_s = 0.0
-        while problem := self.laws.unfinished():
+        while problem := self._unfinished():
             if waited_s >= QUIET_S:
                 raise Broken(f"{problem}, {QUIET_S:.0f} s after the last fault")
-            self._go(1.0)
-            waited_s += 1.0
+            self._go(LOOK_S)
+            self._note_rounds()
+            waited_s += LOOK_S
         self.note("world", f"whole again after {waited_s:.0f} s")
         for router in self.routers:
             self.laws.judge(router, whole=True)
-        self.laws.judge_end(Counter(booking.token for booking in self._bookings.values()), self.history)
+        self.laws.judge_end(self.clients.reserved, self.history)
+
+    def _unfinished(self) -> str:
+        """Return what is not as it should be in the end, or ""."""
+        for engine in self.engines:
+            if engine.life is None or engine.life.next_seq < engine.first_quiet + LAST_BATCHES:
+                return f"followers: {engine.name} was not live everywhere for the last {LAST_BATCHES} batches"
+        return self.laws.unfinished() or self.operator.unfinished()
+
+    def _note_rounds(self) -> None:
+        """Note from which batch on blocks must be credited if there is no replay: once all routers show a live worker.
+
+        Until then a router may begin to read again. A block of which an engine had several copies before that is gone for
+        the router when the first of them is removed.
+        """
+        for engine in self.engines:
+            cores = [router.core for router in self.routers]
+            streams = [None if core is None else core.registry.streams.get(engine.worker) for core in cores]
+            is_live = all(stream is not None and stream.view.state is StreamState.LIVE for stream in streams)
+            if engine.life is not None and not (is_live and engine.is_followed):
+                engine.first_quiet, engine.is_followed = engine.life.next_seq, is_live
+
+    def _description(self) -> str:
+        routers = ", ".join(
+            " ".join(
+                (
+                    router.name,
+                    *("old",) * router.is_old,
+                    *("http",) * router.has_http,
+                    *("listed",) * (router.listed is not None),
+                )
+            )
+            for router in self.routers
+        )
+        servers = ", ".join(
+            f"{server.name} {server.kind.value}{' http' if server.has_http else ''} x{len(server.engines)}"
+            for server in self.servers
+        )
+        agreement = "settings that differ" if self.routers[0].settings.disagrees else "equal settings"
+        return f"{routers}; {servers}; {agreement}, {'any order' if self.loop.shuffles else 'the order of asyncio'}"
 
     def _go(self, seconds: float) -> None:
         """Run for a time; the slow laws are judged now and then."""
@@ -241,7 +286,7 @@ class World:
                 if router.process is not None:
                     tasks = sum(task.get_name() != CLIENT for task in self.loop.tasks_of(router.process))
                     self.laws.judge_bounds(router, tasks)
-            self.laws.judge_agreement(self._question())
+            self.laws.judge_agreement()
 
     def _after_step(self) -> None:
         self.laws.after_step()
@@ -251,164 +296,24 @@ class World:
                 raise law
             raise Broken(f"error: {error.get('message')}: {error.get('exception')!r}")
 
-    # -- clients
-
-    def _register(self, engine: Engine, router: Router) -> None:
-        """Register a worker through a router, again until it worked."""
-        core, process = router.core, router.process
-        if core is None or process is None:
-            self.loop.after(REGISTER_RETRY_S, lambda: self._register(engine, self._clients.choice(self.routers)))
-            return
-
-        async def register() -> None:
-            try:
-                await core.register(engine.registration)
-            except (StoreError, RouterError) as error:
-                self.note(router.name, f"registers no {engine.name}: {error}")
-
-        def check() -> None:
-            if not any(
-                other.core is not None and engine.worker in other.core.registry.streams for other in self.routers
-            ):
-                self._register(engine, self._clients.choice(self.routers))
-            else:
-                self.loop.after(REGISTER_AGAIN_S, check)
-
-        self.note(router.name, f"is to register {engine.name}")
-        process.start(register())
-        self.loop.after(REGISTER_AGAIN_S, check)
-
-    def _ask_soon(self, router: Router) -> None:
-        def ask() -> None:
-            self._ask_soon(router)
-            process = router.process
-            if router.core is not None and process is not None:
-                process.call_soon(self._ask, router)
-
-        self.loop.after(self._clients.uniform(*ASK_S), ask)
-
-    def _question(self) -> Question:
-        rng = self._clients
-        tokens = TOKENS[rng.randrange(PROMPTS)][: rng.randrange(8, PROMPT_TOKENS + 1)]
-        return Question(MODEL, len(tokens), token_ids=np.array(tokens, np.int64))
-
-    def _ask(self, router: Router) -> None:
-        """Ask a router as a client does, and judge what it answers from."""
-        core, placer, process, rng = router.core, router.placer, router.process, self._clients
-        if core is None or placer is None or process is None:
-            return
-        self.laws.judge(router, whole=True)
-        question = self._question()
-        self.answers += 1
-        try:
-            if rng.random() < 0.5 or self._is_quiet:
-                hits = core.ask(question)
-                self._hash.update(repr([(hit.worker, hit.tokens) for hit in hits]).encode())
-                return
-            placement = placer.reserve(PlacementRequest(question, max_tokens=16))
-        except RouterError:
-            return
-        selection_id = placement.selection_id
-        self.note("client", f"reserves {selection_id} at {router.name} on {placement.choice.hit.worker.worker_id}")
-        # Clients may reach another router the next time.
-        booking = self._bookings[selection_id] = Booking(
-            selection_id, router, router.token, placement.choice.hit.worker.worker_id
-        )
-        booking.lives = self._lives(booking)
-        self._end_later(booking, "prefill_complete", rng.uniform(0.0, 1.0))
-        self._end_later(booking, "release", rng.uniform(1.0, 3.0))
-
-    def _end_later(self, booking: Booking, how: str, after_s: float) -> None:
-        """Have a reservation or its prefill ended through its router or another one, again until one has answered."""
-        rng = self._clients
-
-        def end() -> None:
-            router = rng.choice([booking.router, rng.choice(self.routers)])
-            if not self._end(booking, how, router):
-                self.loop.after(END_AGAIN_S, end)
-
-        self.loop.after(after_s, end)
-
-    def _end(self, booking: Booking, how: str, router: Router) -> bool:
-        """Send a request that ends a reservation; return False if the router takes none."""
-        placer, process = router.placer, router.process
-        if placer is None or process is None:
-            return False
-
-        async def finish() -> None:
-            booking.pending += 1
-            try:
-                await getattr(placer, how)(booking.selection_id)
-            except StoreDown:
-                booking.pending -= 1
-                booking.is_uncertain |= how == "release"
-                self._end_later(booking, how, END_AGAIN_S)
-                return
-            except UnknownSelection:
-                booking.pending -= 1
-                self._judge_unknown(booking, router)
-                return
-            booking.pending -= 1
-            if how == "release":
-                booking.releases += 1
-                if booking.releases > 1:
-                    self.laws.broken = f"reservations: {booking.selection_id} was released twice"
-            self.note("client", f"{how} of {booking.selection_id} at {router.name}")
-
-        process.start(finish(), CLIENT)
-        return True
-
-    def _judge_unknown(self, booking: Booking, router: Router) -> None:
-        """Judge the answer that nobody has a reservation."""
-        self.note("client", f"nobody has {booking.selection_id}, says {router.name}")
-        owner = booking.router
-        is_over = booking.releases or booking.is_uncertain or booking.pending or booking.lives != self._lives(booking)
-        is_lost = owner.token != booking.token or owner.process is None
-        if not is_over and not is_lost and self.loop.time() > self.disturbed_s + CALM_S:
-            self.laws.broken = f"reservations: {router.name} does not find {booking.selection_id} of {owner.name}"
-
-    def _lives(self, booking: Booking) -> tuple[int, bool]:
-        engine = self._engine(booking.worker_id)
-        return len(engine.spans), engine.life is None
-
-    def _end_all(self) -> None:
-        """End the reservations that were not released in the faults, each at its own router."""
-        for booking in self._bookings.values():
-            if not booking.releases and booking.router.token == booking.token:
-                self._end(booking, "release", booking.router)
-
     # -- faults
-
-    def _plan(self, rng: random.Random) -> list[Fault]:
-        routers = [router.name for router in self.routers]
-        engines = [engine.name for engine in self.engines]
-        kinds = list(FAULTS)
-        faults: list[Fault] = []
-        for at_s in sorted(rng.uniform(CALM_S, CALM_S + FAULTS_S) for _ in range(rng.randrange(1, 13))):
-            kind = rng.choices(kinds, [FAULTS[kind] for kind in kinds])[0]
-            first = second = ""
-            if kind.startswith("engine"):
-                first = rng.choice(engines)
-            elif kind.startswith("router"):
-                first = rng.choice(routers)
-            elif kind.startswith("link"):
-                first, second = rng.choice(routers), rng.choice([*engines, "store", "store"])
-            seconds = rng.choice((rng.uniform(0.05, 1.0), rng.uniform(0.5, 5.0), rng.uniform(2.0, 15.0)))
-            faults.append(Fault(len(faults), at_s, kind, first, second, seconds, rng.random()))
-        return faults
 
     def _begin(self, fault: Fault) -> None:
         self.note("world", str(fault))
         self.observer.fault_begins(fault.kind, fault.first, fault.second)
-        if not fault.kind.startswith("engine"):
-            self.disturbed_s = max(self.disturbed_s, self.loop.time() + fault.seconds)
+        if not fault.spares_routers:
+            self._disturb(fault.seconds)
         getattr(self, f"_{fault.kind}")(fault)
 
     def _router(self, name: str) -> Router:
         return next(router for router in self.routers if router.name == name)
 
-    def _engine(self, name: str) -> Engine:
-        return next(engine for engine in self.engines if engine.name == name)
+    def _server(self, name: str) -> Server:
+        return next(server for server in self.servers if server.name == name)
+
+    def _disturb(self, seconds: float) -> None:
+        """Note that routers or their ways to the store are disturbed for some time."""
+        self.clients.disturbed_s = max(self.clients.disturbed_s, self.loop.time() + seconds)
 
     def _later(self, fault: Fault, what: str, call: object) -> None:
         def end() -> None:
@@ -419,30 +324,36 @@ class World:
         self.loop.after(fault.seconds, end)
 
     def _engine_restart(self, fault: Fault) -> None:
-        engine = self._engine(fault.first)
-        if engine.life is not None:
-            engine.die(silently=fault.draw < 0.2)
-            fault_s = max(1.0, fault.seconds)
-            self.loop.after(fault_s, lambda: engine.begin() if engine.life is None else None)
+        server = self._server(fault.first)
+        if server.is_up:
+            server.die(silently=fault.draw < 0.2)
+            self.loop.after(max(1.0, fault.seconds), server.begin)
 
     def _engine_stopped(self, fault: Fault) -> None:
-        engine = self._engine(fault.first)
-        engine.is_stopped = True
-        self._later(fault, "runs again", lambda: setattr(engine, "is_stopped", False))
+        self._set(fault, "is_stopped", True, False)
 
     def _engine_mute(self, fault: Fault) -> None:
-        engine = self._engine(fault.first)
-        engine.is_mute = True
-        self._later(fault, "answers again", lambda: setattr(engine, "is_mute", False))
+        self._set(fault, "is_mute", True, False)
 
     def _engine_slow(self, fault: Fault) -> None:
-        engine = self._engine(fault.first)
-        engine.slow_s = 5 * fault.draw
-        self._later(fault, "is fast again", lambda: setattr(engine, "slow_s", 0.0))
+        self._set(fault, "slow_s", 5 * fault.draw, 0.0)
+
+    def _set(self, fault: Fault, name: str, value: object, after: object) -> None:
+        """Set an attribute of all cores of a server until the end of the fault."""
+        engines = self._server(fault.first).engines
+
+        def end() -> None:
+            for engine in engines:
+                setattr(engine, name, after)
+
+        for engine in engines:
+            setattr(engine, name, value)
+        self._later(fault, f"{name} {after}", end)
 
     def _engine_flood(self, fault: Fault) -> None:
-        for _ in range(60):
-            self._engine(fault.first).publish()
+        for engine in self._server(fault.first).engines:
+            for _ in range(60):
+                engine.publish()
 
     def _router_kill(self, fault: Fault) -> None:
         router = self._router(fault.first)
@@ -450,7 +361,10 @@ class World:
         self._later(fault, "starts again", router.start)
 
     def _router_stop(self, fault: Fault) -> None:
-        router = self._router(fault.first)
+        self._stop(self._router(fault.first), fault.seconds)
+
+    def _stop(self, router: Router, seconds: float) -> None:
+        """Stop a router in order, and start it after some seconds."""
         router.stop()
 
         def start() -> None:
@@ -459,7 +373,7 @@ class World:
                 router.kill()
             router.start()
 
-        self._later(fault, "starts again", start)
+        self.loop.after(seconds, start)
 
     def _router_pause(self, fault: Fault) -> None:
         router = self._router(fault.first)
@@ -470,23 +384,23 @@ class World:
         """Kill all routers and the store at once."""
         for router in self.routers:
             router.kill(silently=True)
-        self.store.crash(_lost_writes(fault), silently=True)
+        self.store.crash(fault.lost_writes, silently=True)
         self._later(fault, "the store is back", lambda: self._restore(fault))
         for router in self.routers:
-            self.loop.after(self._clients.uniform(0.0, fault.seconds + 2.0), router.start)
+            self.loop.after(self._rng.uniform(0.0, fault.seconds + 2.0), router.start)
 
     def _restore(self, fault: Fault) -> None:
         self.store.restart(with_data=fault.draw < 0.7, loading_s=fault.draw if fault.draw < 0.3 else 0.0)
 
     def _store_crash(self, fault: Fault) -> None:
         if self.store.is_up:
-            self.store.crash(_lost_writes(fault), silently=fault.draw < 0.2)
+            self.store.crash(fault.lost_writes, silently=fault.draw < 0.2)
             self._later(fault, "the store is back", lambda: self._restore(fault))
 
     def _store_failover(self, fault: Fault) -> None:
         former = list(Former)[int(fault.draw * len(Former))]
         self.note("store", f"the former primary is {former.value}")
-        self.store.failover(_lost_writes(fault), former)
+        self.store.failover(fault.lost_writes, former)
         self._later(fault, "the former primary ends", lambda: self.store.run(self.store.store.end_former))
 
     def _store_flush(self, fault: Fault) -> None:
@@ -512,14 +426,59 @@ class World:
         first, second = self.network.hosts[fault.first], self.network.hosts[fault.second]
         how = Cut.SILENT if fault.draw < 0.7 else Cut.RESET
         self.network.cut(first, second, how)
-        if fault.second in {engine.name for engine in self.engines}:
-            deaf_s = min(fault.seconds, DEAF_S)
-            before_s = self.laws.deaf_until_s.get(fault.second, 0.0)
-            self.laws.deaf_until_s[fault.second] = max(before_s, self.loop.time() + deaf_s)
+        for engine in self.engines:
+            if engine.host is second:
+                deaf_s = min(fault.seconds, DEAF_S)
+                before_s = self.laws.deaf_until_s.get(engine.name, 0.0)
+                self.laws.deaf_until_s[engine.name] = max(before_s, self.loop.time() + deaf_s)
         self._later(fault, "is whole", lambda: self.network.heal(first, second))
 
     def _link_reset(self, fault: Fault) -> None:
         self.network.drop_connections(self.network.hosts[fault.first], self.network.hosts[fault.second])
+
+    def _operator_rolling_restart(self, fault: Fault) -> None:
+        """Stop and start one router after the other, perhaps as an upgrade to the present version."""
+        rng, waiting = self._rng, self._rng.sample(self.routers, len(self.routers))
+
+        def restart() -> None:
+            if self._is_quiet or not waiting:
+                return
+            router = waiting.pop()
+            self.note("world", f"fault {fault.number} restarts {router.name}")
+            router.is_old = router.is_old and fault.draw < 0.5
+            away_s = rng.uniform(*AWAY_S)
+            self._disturb(away_s + SERVES_WITHIN_S)
+            self._stop(router, away_s)
+            until_s = self.loop.time() + away_s + SERVES_WITHIN_S
+            self.loop.after(away_s, lambda: go_on(router, until_s))
+
+        def go_on(router: Router, until_s: float) -> None:
+            if router.core is not None or self.loop.time() > until_s:
+                restart()
+            else:
+                self.loop.after(LOOK_S, lambda: go_on(router, until_s))
+
+        restart()
+
+    def _operator_drain(self, fault: Fault) -> None:
+        self._change(fault, is_draining=True)
+        self._later(fault, "is active again", lambda: self._change(fault, is_draining=False))
+
+    def _operator_move(self, fault: Fault) -> None:
+        self._change(fault, is_moved=fault.draw < 0.6)
+
+    def _operator_remove(self, fault: Fault) -> None:
+        self._change(fault, is_wanted=False)
+        self._later(fault, "is registered again", lambda: self._change(fault, is_wanted=True))
+
+    def _change(self, fault: Fault, **changes: bool) -> None:
+        engine = next(engine for engine in self.engines if engine.name == fault.first)
+        self.operator.want(engine.worker, **changes)
+
+    def _operator_settings(self, fault: Fault) -> None:
+        router = self._router(fault.first)
+        if router.core is not None:
+            router.apply(changed(router.config, self._rng))
 
     def _network_slow(self, fault: Fault) -> None:
         self.network.slowness = 1 + 50 * fault.draw
@@ -527,7 +486,7 @@ class World:
 
     def _quieten(self) -> None:
         """End all faults."""
-        self._is_quiet = True
+        self._is_quiet = self.clients.is_quiet = True
         self.note("world", "-- quiet")
         network = self.network
         network.slowness = 1.0
@@ -538,41 +497,14 @@ class World:
         for end in (store.drain, store.free_disk, store.resume, store.end_former):
             self.store.run(end)
         self.store.restart(with_data=True)
-        for engine in self.engines:
-            engine.quieten()
+        for server in self.servers:
+            server.quieten()
+        self.operator.quieten()
         for router in self.routers:
             router.resume()
             if router.process is not None and router.core is None and router.started_s < self.loop.time() - 10.0:
                 router.kill()
             router.start()
-
-
-# The faults and how often each is drawn.
-FAULTS = {
-    "engine_restart": 4,
-    "engine_stopped": 1,
-    "engine_mute": 2,
-    "engine_slow": 2,
-    "engine_flood": 2,
-    "router_kill": 4,
-    "router_stop": 2,
-    "router_pause": 3,
-    "power": 1,
-    "store_crash": 2,
-    "store_failover": 2,
-    "store_flush": 1,
-    "store_evicts": 1,
-    "store_stopped": 2,
-    "store_full": 1,
-    "link_cut": 4,
-    "link_reset": 2,
-    "network_slow": 1,
-}
-
-
-def _lost_writes(fault: Fault) -> int:
-    """Return how many writes a crash loses: those of up to a second or two."""
-    return int(MOST_LOST_WRITES * fault.draw**2)
 
 
 def run_world(seed: int, without: Collection[int] = ()) -> Outcome:

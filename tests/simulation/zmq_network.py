@@ -271,7 +271,7 @@ class Publisher:
 
 
 class Responder:
-    """An engine's ROUTER socket: each request is answered after a while, or never."""
+    """An engine's ROUTER socket: each request is answered after a while, perhaps in parts, or never."""
 
     def __init__(
         self,
@@ -280,8 +280,19 @@ class Responder:
         port: int,
         answers: Callable[[Frames], list[Frames]],
         pause_s: Callable[[], float],
+        part_pause_s: Callable[[], float],
     ) -> None:
-        self._network, self._answers, self._pause_s = network, answers, pause_s
+        """Answer at a port.
+
+        Args:
+            network: The network.
+            host: The host of the engine.
+            port: The port.
+            answers: Returns the messages of an answer.
+            pause_s: Returns the time until an answer begins.
+            part_pause_s: Returns the time between two messages of an answer.
+        """
+        self._network, self._answers, self._pause_s, self._part_pause_s = network, answers, pause_s, part_pause_s
         host.listeners[port] = self._accept
 
     def _accept(self, end: End) -> None:
@@ -295,5 +306,11 @@ class Responder:
 
     def _reply(self, end: End, request: Frames) -> None:
         if end.is_open:
-            for frames in self._answers(request):
-                end.send(frames)
+            self._send(end, deque(self._answers(request)))
+
+    def _send(self, end: End, parts: deque[Frames]) -> None:
+        while parts and end.is_open:
+            end.send(parts.popleft())
+            if parts and (pause_s := self._part_pause_s()):
+                self._network.loop.after(pause_s, lambda: self._send(end, parts))
+                return

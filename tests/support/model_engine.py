@@ -14,6 +14,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from functools import cache
 
+import msgspec
 import numpy as np
 
 from kvrouter.events.patch.messages import (
@@ -124,8 +125,10 @@ class Life:
     Batch `n` and report `n` describe the same step, and `held_after[n]` has the blocks that are held after it.
     """
 
-    def __init__(self, number: int, layout: Layout, scheme: HashScheme, *, ring: int, patched: bool) -> None:
-        self.number, self.layout, self.scheme, self.patched = number, layout, scheme, patched
+    def __init__(
+        self, number: int, layout: Layout, scheme: HashScheme, *, ring: int, patched: bool, dp_rank: int = 0
+    ) -> None:
+        self.number, self.layout, self.scheme, self.patched, self.dp_rank = number, layout, scheme, patched, dp_rank
         self.epoch = f"{number:016x}"
         self.start_s = 1_000.0 + number
         self.ended = False
@@ -246,11 +249,15 @@ class Life:
         """
         seq = self.next_seq
         self.held_after.append(self._snapshot())
-        payload = encode_batch(seq + self.number / 1_000, wire, 0) if readable else b"\xc1%d.%d" % (self.number, seq)
+        payload = (
+            encode_batch(seq + self.number / 1_000, wire, self.dp_rank)
+            if readable
+            else b"\xc1%d.%d" % (self.number, seq)
+        )
         self.ring.append((seq, payload))
         if not readable:
             self.last_hole = seq
-        return payload, Events(self.epoch, self.start_s, 1.0, report)
+        return payload, Events(self.epoch, self.start_s, 1.0, report, self.dp_rank)
 
     def skip(self) -> None:
         """Use up a seq without sending its batch, as vLLM does if a batch fails to encode."""
@@ -300,6 +307,8 @@ class Life:
 
     def hello(self) -> Hello:
         catalog = declared(self.layout, self.scheme) if self.declares else None
+        if catalog is not None and self.dp_rank:
+            catalog = msgspec.structs.replace(catalog, dp_rank=self.dp_rank)
         return Hello(
             1, self.epoch, self.start_s, self.next_seq, "x", 1.0, catalog_version=int(self.declares), catalog=catalog
         )

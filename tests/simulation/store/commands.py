@@ -51,8 +51,15 @@ class Order(NamedTuple):
     grows: bool = False
 
 
+ZERO = ord("0")
+# Fewer digits than a number of 64 bits can have.
+SURE_DIGITS = 19
+
+
 def integer(text: bytes) -> int:
     """Return a number of 64 bits as Redis reads it. Raises ReplyError."""
+    if text.isdigit() and text[0] != ZERO and len(text) < SURE_DIGITS:
+        return int(text)
     if re.fullmatch(rb"-?[1-9][0-9]{0,18}|0", text) and (number := int(text)) in _INT64:
         return number
     raise ReplyError(NO_INTEGER)

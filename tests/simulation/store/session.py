@@ -235,21 +235,26 @@ class Session(asyncio.Protocol):
 
 def encode(reply: Reply, out: list[bytes]) -> None:
     """Append a reply in the form of RESP2."""
-    match reply:
-        case Status():
-            out.append(b"+%b\r\n" % reply)
-        case bytes():
-            out.append(b"$%d\r\n%b\r\n" % (len(reply), reply))
-        case int():
-            out.append(b":%d\r\n" % reply)
-        case None:
-            out.append(b"$-1\r\n")
-        case NullArray():
-            out.append(b"*-1\r\n")
-        case ReplyError():
-            out.append(b"-%b\r\n" % str(reply).encode())
-        case _:
-            encode_list(reply, out)
+    # Most replies are of these kinds; a match statement takes three times as long.
+    kind = type(reply)
+    if kind is bytes:
+        out.append(b"$%d\r\n%b\r\n" % (len(reply), reply))
+    elif kind is list:
+        encode_list(reply, out)
+    elif kind is int:
+        out.append(b":%d\r\n" % reply)
+    elif isinstance(reply, Status):
+        out.append(b"+%b\r\n" % reply)
+    elif isinstance(reply, (bytes, int)):
+        encode(bytes(reply) if isinstance(reply, bytes) else int(reply), out)
+    elif reply is None:
+        out.append(b"$-1\r\n")
+    elif isinstance(reply, NullArray):
+        out.append(b"*-1\r\n")
+    elif isinstance(reply, ReplyError):
+        out.append(b"-%b\r\n" % str(reply).encode())
+    else:
+        encode_list(reply, out)
 
 
 def encode_list(replies: Sequence[Any], out: list[bytes]) -> None:

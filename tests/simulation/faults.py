@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The faults of a world: what can happen, and the plan that a seed makes of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MOST_LOST_WRITES = 40
+# The numbers of faults of a sparse, a usual and a dense world. Sparse ones show how a single fault ends.
+NUMBERS = ((1, 5), (5, 15), (15, 40), (15, 40))
+
+# The faults and how often each is drawn.
+FAULTS = {
+    "engine_restart": 4,
+    "engine_stopped": 1,
+    "engine_mute": 2,
+    "engine_slow": 2,
+    "engine_flood": 2,
+    "router_kill": 4,
+    "router_stop": 2,
+    "router_pause": 3,
+    "power": 1,
+    "store_crash": 2,
+    "store_failover": 2,
+    "store_flush": 1,
+    "store_evicts": 1,
+    "store_stopped": 2,
+    "store_full": 1,
+    "link_cut": 4,
+    "link_reset": 2,
+    "network_slow": 1,
+    "operator_rolling_restart": 1,
+    "operator_drain": 1,
+    "operator_move": 1,
+    "operator_remove": 1,
+    "operator_settings": 1,
+}
+# What an operator does to a worker.
+TO_WORKERS = ("operator_drain", "operator_move", "operator_remove")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault: when it begins, what it does to whom, and for how long."""
+
+    number: int
+    at_s: float
+    kind: str
+    first: str
+    second: str
+    seconds: float
+    draw: float
+
+    def __str__(self) -> str:
+        whom = " ".join(filter(None, (self.first, self.second)))
+        return f"fault {self.number}: {self.kind} {whom} at {self.at_s:.2f} s for {self.seconds:.2f} s"
+
+    @property
+    def lost_writes(self) -> int:
+        """How many writes a crash of the store loses: those of up to a second or two."""
+        return int(MOST_LOST_WRITES * self.draw**2)
+
+    @property
+    def spares_routers(self) -> bool:
+        """Whether neither routers nor their ways to the store are disturbed."""
+        return self.kind.startswith("engine") or self.kind in (*TO_WORKERS, "operator_settings")
+
+
+def plan(
+    rng: random.Random,
+    routers: Sequence[str],
+    servers: Sequence[str],
+    engines: Sequence[str],
+    from_s: float,
+    to_s: float,
+) -> list[Fault]:
+    """Return the faults of a world in the order of their times.
+
+    Args:
+        rng: Decides everything.
+        routers: The names of the routers.
+        servers: The names of the hosts with engines.
+        engines: The names of the engines.
+        from_s: The time of the earliest fault.
+        to_s: The time of the latest fault.
+    """
+    kinds = list(FAULTS)
+    faults: list[Fault] = []
+    for at_s in sorted(rng.uniform(from_s, to_s) for _ in range(rng.randint(*rng.choice(NUMBERS)))):
+        kind = rng.choices(kinds, [FAULTS[kind] for kind in kinds])[0]
+        first = second = ""
+        if kind.startswith("engine"):
+            first = rng.choice(servers)
+        elif kind.startswith("router") or kind == "operator_settings":
+            first = rng.choice(routers)
+        elif kind.startswith("link"):
+            first, second = rng.choice(routers), rng.choice([*servers, "store", "store"])
+        elif kind in TO_WORKERS:
+            first = rng.choice(engines)
+        seconds = rng.choice((rng.uniform(0.05, 1.0), rng.uniform(0.5, 5.0), rng.uniform(2.0, 15.0)))
+        faults.append(Fault(len(faults), at_s, kind, first, second, seconds, rng.random()))
+    return faults
