@@ -114,7 +114,7 @@ class Laws:
     def judge(self, router: Router, *, whole: bool = False) -> None:
         """Judge what a router shows of each worker; `whole` also if it shows the same as before."""
         core = router.core
-        if core is None:
+        if core is None or not router.answers:
             return
         for worker, stream in core.registry.streams.items():
             view, shown = stream.view, stream.record.shown
