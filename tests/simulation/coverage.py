@@ -115,6 +115,8 @@ class Observer:
         self.coverage = Coverage()
         # The phase of each worker in each process, by its stream's address.
         self._phases: dict[tuple[Process, str], Phase] = {}
+        # Called after each step of a stream machine.
+        self.on_step: Callable[[], object] = lambda: None
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -132,6 +134,7 @@ class Observer:
         process = PROCESS.get()
         if process is not None:
             self._phases[process, endpoints.events or endpoints.patch or ""] = following
+        self.on_step()
         return following, action
 
     def _watch_leases(self) -> Iterable[tuple[object, str, object]]:
@@ -168,10 +171,15 @@ class Observer:
 
     def fault_begins(self, kind: str, *names: str) -> None:
         """Count a fault of hosts with these names with each phase and state that it meets."""
+        self.coverage.pairs.update((kind, state) for state in self.met(*names))
+
+    def met(self, *names: str) -> set[str]:
+        """Return the phases and states that a fault of hosts with these names meets now."""
         routers = [router for router in self._routers if router.name in names] or self._routers
-        engines = [engine for engine in self._engines if engine.name in names] or self._engines
-        met = {state for router in routers for engine in engines for state in self._states(router, engine)}
-        self.coverage.pairs.update((kind, state) for state in met)
+        engines = [engine for engine in self._engines if engine.host.name in names or engine.name in names]
+        return {
+            state for router in routers for engine in engines or self._engines for state in self._states(router, engine)
+        }
 
     def _states(self, router: Router, engine: Engine) -> Iterator[str]:
         process, core = router.process, router.core

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvrouter.router.model.workers.stream_state import StreamState
+from tests.simulation.aim import Aim
 from tests.simulation.clients import CALM_S, CLIENT, Clients
 from tests.simulation.coverage import Coverage, Observer
 from tests.simulation.engine import Kind, Server
@@ -147,6 +148,7 @@ class World:
         self.faults = plan(
             self._new_rng(), [router.name for router in self.routers], hosts, names, CALM_S, CALM_S + FAULTS_S
         )
+        self._aim = Aim(loop, self.observer, self.faults, self._new_rng(), CALM_S + FAULTS_S)
         self._is_quiet = False
 
     def _new_rng(self) -> random.Random:
@@ -215,7 +217,7 @@ class World:
         self.clients.begin()
         for fault in self.faults:
             if fault.number not in self._without:
-                loop.after(fault.at_s, partial(self._begin, fault))
+                loop.after(fault.at_s, partial(self._aim.begin, fault, partial(self._begin, fault)))
         self._go(CALM_S + FAULTS_S)
         self._quieten()
         for _ in range(QUIET_LOOKS):
