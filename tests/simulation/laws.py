@@ -56,8 +56,11 @@ Held = dict[Place, frozenset[int]]
 # Time from the end of a life to the router's change of state, while packets arrive. Most of it is the time in which
 # knowledge of other routers counts without a word of theirs.
 NEWS_S = 2.5
-# How old a live answer may be: that time, and what a dropped message costs until the next one shows the gap.
-AGE_S = 4.0
+# The longest time from a message that was dropped on its way until the engine's next one shows it: the pause of an engine
+# or its patch (1 s), and a packet that is sent again.
+LOSS_S = 1.25
+# How old a live answer may be: what the routers take, after the follower can know.
+AGE_S = LAG_S + LOSS_S
 # ZMQ closes a connection on which nothing arrives after this time (`LinkSettings`: ping_s, ping_answer_s, and a pause).
 DEAF_S = 27.0
 # A process that stood still may answer once before it looks at its clock.
