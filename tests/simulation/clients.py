@@ -118,7 +118,7 @@ class Clients:
             tokens = TOKENS[rng.randrange(PROMPTS)][: rng.randrange(8, PROMPT_TOKENS + 1)]
             is_query = rng.random() < 0.5 or self.is_quiet
             if router.has_http:
-                self._laws.judge(router, whole=True)
+                process.call_soon(partial(self._laws.judge, router, whole=True))
                 self._send(router, tokens, is_query=is_query)
             else:
                 process.call_soon(partial(self._call, router, tokens, is_query=is_query))

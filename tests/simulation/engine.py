@@ -114,9 +114,9 @@ class Engine:
         self.slow_s = 0.0
         self.is_quiet = False
         # The seq at which all routers showed the worker live in the quiet end, from which a plain engine's blocks must be
-        # credited, and whether they did at the last look.
+        # credited, and the epochs that those showed it in which it was live, at the last look.
         self.first_quiet = 0
-        self.is_followed = False
+        self.followed: tuple[str | None, ...] = ()
         self._server = server
         self._network, self._rng, self._note = server.network, rng, server.note
         self._loop: VirtualLoop = server.network.loop

@@ -309,10 +309,16 @@ class Laws:
         """
         processes = sum(len(router.tokens) for router in self._routers)
         for router in self._routers:
-            if problem := problem_of_tables(router, len(self._engines), processes) or problem_of_streams(router):
+            if problem := problem_of_tables(router, len(self._engines), processes):
                 raise Broken(problem)
         if problem := problem_of_counters(self._routers, self._engines, reserved, self._written, history):
             raise Broken(problem)
+
+    def judge_streams(self) -> None:
+        """Check that no router keeps what it had of workers that are gone."""
+        for router in self._routers:
+            if problem := problem_of_streams(router):
+                raise Broken(problem)
 
     def _missing(self, router: Router, engine: Engine, stream: WorkerStream) -> str:
         life, seq = engine.life, stream.record.shown.seq

@@ -188,8 +188,12 @@ class Operator:
             for router in self._routers:
                 core = router.core
                 stream = None if core is None else core.registry.streams.get(worker)
-                if stream is None:
+                if stream is None and wish.is_wanted:
                     return f"registrations: {router.name} does not know {wish.engine.name}"
+                if stream is None:
+                    continue
+                if not wish.is_wanted:
+                    return f"registrations: {router.name} knows {wish.engine.name}, which was removed"
                 shown, wanted = stream.registration, wish.registration
                 if (shown.events, shown.url, shown.draining) != (wanted.events, wanted.url, wanted.draining):
                     return f"registrations: {router.name} has {shown}, not {wanted}"

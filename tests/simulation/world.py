@@ -12,7 +12,7 @@ import gc
 import hashlib
 import logging
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -40,6 +40,8 @@ MOST_STEPS_PER_S = 100_000
 # How often the slow laws are judged, and how often the quiet end is looked at before it is judged.
 LOOK_S = 1.0
 QUIET_LOOKS = 7
+# How long all routers may take to forget a worker that is removed.
+FORGOTTEN_S = 10.0
 # Batches for which all routers must have shown a worker live in the end; an engine sends two a second then.
 LAST_BATCHES = 6
 ROUTERS = (2, 2, 2, 3, 3, 4, 5)
@@ -225,17 +227,24 @@ class World:
             self._note_rounds()
         # Requests of clients that were under way have their answers by now.
         self.clients.end_all()
+        self._wait(self._unfinished, QUIET_S)
+        for router in self.routers:
+            self.laws.judge(router, whole=True)
+        self.laws.judge_end(self.clients.reserved, self.history)
+        self.operator.want(rng.choice(self.engines).worker, is_wanted=False)
+        self._wait(self.operator.unfinished, FORGOTTEN_S)
+        self.laws.judge_streams()
+
+    def _wait(self, unfinished: Callable[[], str], most_s: float) -> None:
+        """Run until nothing is unfinished. Raises Broken if that takes too long."""
         waited_s = 0.0
-        while problem := self._unfinished():
-            if waited_s >= QUIET_S:
-                raise Broken(f"{problem}, {QUIET_S:.0f} s after the last fault")
+        while problem := unfinished():
+            if waited_s >= most_s:
+                raise Broken(f"{problem}, after {most_s:.0f} s without faults")
             self._go(LOOK_S)
             self._note_rounds()
             waited_s += LOOK_S
         self.note("world", f"whole again after {waited_s:.0f} s")
-        for router in self.routers:
-            self.laws.judge(router, whole=True)
-        self.laws.judge_end(self.clients.reserved, self.history)
 
     def _unfinished(self) -> str:
         """Return what is not as it should be in the end, or ""."""
@@ -253,9 +262,14 @@ class World:
         for engine in self.engines:
             cores = [router.core for router in self.routers]
             streams = [None if core is None else core.registry.streams.get(engine.worker) for core in cores]
-            is_live = all(stream is not None and stream.view.state is StreamState.LIVE for stream in streams)
-            if engine.life is not None and not (is_live and engine.is_followed):
-                engine.first_quiet, engine.is_followed = engine.life.next_seq, is_live
+            epochs = tuple(
+                stream.record.shown.epoch
+                for stream in streams
+                if stream is not None and stream.view.state is StreamState.LIVE
+            )
+            if len(epochs) < len(streams) or epochs != engine.followed:
+                engine.followed = epochs
+                engine.first_quiet = 0 if engine.life is None else engine.life.next_seq
 
     def _description(self) -> str:
         routers = ", ".join(

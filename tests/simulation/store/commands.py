@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from tests.simulation.store.keyspace import NO_INTEGER, WRONG_TYPE, Command, Keyspace, Members, ReplyError
@@ -390,6 +391,8 @@ class ReadRequest(NamedTuple):
     after: tuple[tuple[bytes, bytes], ...]
 
 
+# A waiting XREAD is read again with each entry of its streams.
+@lru_cache(maxsize=64)
 def read_request(words: Command) -> ReadRequest:
     """Return the parts of an XREAD. Raises ReplyError."""
     count = block_ms = None
