@@ -46,8 +46,12 @@ PRODUCT = "kvrouter."
 TABLES = (dict, set, list, deque)
 
 
-def problem_of_connections(router: Router) -> str:
-    """Return which connections of a router are too many, or ""."""
+def problem_of_numbers(router: Router, tasks: int, workers: int) -> str:
+    """Return which tasks, sockets or connections of a router are too many, or ""."""
+    if tasks > MOST_TASKS + MOST_TASKS_PER_WORKER * workers:
+        return f"bounds: {router.name} has {tasks} tasks"
+    if router.core is not None and len(router.context.open_sockets) > MOST_SOCKETS_PER_WORKER * workers:
+        return f"bounds: {router.name} has {len(router.context.open_sockets)} sockets"
     peers = Counter(end.peer.host.name for end in router.host.ends if end.peer.host.name != CLIENTS)
     for name, number in peers.items():
         if number > (MOST_STORE_CONNECTIONS if name == "store" else MOST_ENGINE_CONNECTIONS):

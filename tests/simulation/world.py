@@ -23,7 +23,7 @@ from tests.simulation.coverage import Coverage, Observer
 from tests.simulation.engine import Kind, Server
 from tests.simulation.faults import Fault, plan
 from tests.simulation.http import HttpClient
-from tests.simulation.laws import DEAF_S, QUIET_S, Broken, Laws
+from tests.simulation.laws import DEAF_S, FOLLOWED_S, QUIET_S, Broken, Laws
 from tests.simulation.network import Cut, Network
 from tests.simulation.operator import Operator
 from tests.simulation.router import HistoryHandler, Router
@@ -227,6 +227,7 @@ class World:
             self._note_rounds()
         # Requests of clients that were under way have their answers by now.
         self.clients.end_all()
+        self._wait(self.laws.unfollowed, FOLLOWED_S)
         self._wait(self._unfinished, QUIET_S)
         for router in self.routers:
             self.laws.judge(router, whole=True)
