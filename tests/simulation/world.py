@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvrouter.router.index.store import checkpoint
 from kvrouter.router.model.workers.stream_state import StreamState
 from tests.simulation.aim import Aim
 from tests.simulation.clients import CALM_S, CLIENT, Clients
@@ -97,7 +98,7 @@ class World:
         self.loop = loop = VirtualLoop(self._new_rng(), shuffles=rng.random() < SHUFFLED_SHARE)
         self.network = loop.network = Network(loop, self._new_rng())
         self.store = StoreServer(loop, self.network.add_host("store", "10.0.0.1"), self._new_rng())
-        settings = FleetSettings(self._new_rng())
+        self._settings = settings = FleetSettings(self._new_rng())
         self.routers = [
             Router(
                 name,
@@ -185,9 +186,10 @@ class World:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Make nothing outside the world matter: the collector, the log, and chance."""
+        """Make nothing outside the world matter: the collector, the log, chance, and when checkpoints are due."""
         gc.disable()
         random.seed(self.seed)
+        tail_blocks, checkpoint.TAIL_BLOCKS = checkpoint.TAIL_BLOCKS, self._settings.tail_blocks
         log = logging.getLogger("kvrouter")
         handler = HistoryHandler(self.note)
         level, propagates = log.level, log.propagate
@@ -201,6 +203,7 @@ class World:
             log.removeHandler(handler)
             log.setLevel(level)
             log.propagate = propagates
+            checkpoint.TAIL_BLOCKS = tail_blocks
             gc.enable()
 
     def _run(self) -> None:
