@@ -22,6 +22,8 @@ from tests.simulation.router import Router
 DEFECTS = ("kvrouter_internal_errors_total", "kvrouter_task_failures_total")
 # The log lines that follow the loss of a lease.
 HANDED_OVER, NOT_HELD, HELD = "worker handed over", "worker not held", "worker held"
+# A lease that is given up may be found lost when the last changes are written.
+NOT_WRITTEN = "last changes not written to Redis"
 TAKEN = re.compile(r"reason=another router process follow(s|ed) this worker")
 DATA_LOST = re.compile(r"reason=Redis (lost commits of this worker|holds another state than this process)")
 
@@ -102,9 +104,9 @@ def _leases(registry: MetricRegistry, lines: Sequence[str], workers: int, *, liv
     for line in lines:
         if line.startswith(HANDED_OVER):
             seen["handed_over"] += 1
-        elif line.startswith(NOT_HELD) and TAKEN.search(line):
+        elif line.startswith((NOT_HELD, NOT_WRITTEN)) and TAKEN.search(line):
             seen["taken"] += 1
-        elif line.startswith(NOT_HELD) and DATA_LOST.search(line):
+        elif line.startswith((NOT_HELD, NOT_WRITTEN)) and DATA_LOST.search(line):
             seen["data_lost"] += 1
     for how in LEASE_LOSSES:
         counted = _value(registry, "leases_lost_total", how=how)
