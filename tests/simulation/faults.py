@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 MOST_LOST_WRITES = 40
 # The numbers of faults of a sparse, a usual and a dense world. Sparse ones show how a single fault ends.
-NUMBERS = ((1, 5), (5, 15), (15, 40), (15, 40))
+NUMBERS = ((1, 5), (8, 20), (20, 40), (20, 40))
 
 # The faults and how often each is drawn.
 FAULTS = {

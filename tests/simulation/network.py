@@ -3,7 +3,8 @@
 
 As with TCP, a connection delivers everything in order or breaks. A partition holds back what is under way; once it
 heals, everything arrives, unless an end has given up meanwhile. A host that dies loudly closes its connections; one
-that dies silently leaves its peers with half-open ones, which break only when it is up again and gets something.
+that dies silently leaves its peers with half-open ones, which break only when it is up again and gets something, perhaps
+what was sent while it was down.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ RESEND_SHARE = 0.01
 RESEND_S = (0.01, 0.25)
 # How long a SYN waits before it is sent again.
 SYN_S = 1.0
+# How long the first packet without an answer waits before it is sent again; each further time takes twice as long.
+RETRANSMIT_S = 0.2
 
 
 class Host:
@@ -52,6 +55,8 @@ class End:
         self.inbound: deque[tuple[float, Any]] = deque()
         self._last_due_s = 0.0
         self._scheduled = False
+        # Whether packets are sent again and again, as the peer's machine died without a word.
+        self._retransmits = False
         # Since when nothing can arrive here.
         self.stalled_s: float | None = None
 
@@ -70,11 +75,25 @@ class End:
         """Send an object to the peer."""
         if not self.is_open:
             return
-        if self.network.is_silent(self) and self.peer.host.is_up and not self.peer.is_open:
-            # The machine is up again and does not know the connection.
-            self.network.loop.after(self.network.latency_s(), lambda: self._end(ConnectionResetError("reset by peer")))
+        if self.network.is_silent(self):
+            self._retransmit()
             return
         self.peer._enqueue(data)
+
+    def _retransmit(self) -> None:
+        if not self._retransmits:
+            self._retransmits = True
+            self._transmit(RETRANSMIT_S)
+
+    def _transmit(self, again_s: float) -> None:
+        """Send a packet to a machine that does not know the connection, until it is up and says so."""
+        network = self.network
+        if not self.is_open:
+            return
+        if self.peer.host.is_up and not network.is_cut(self):
+            network.loop.after(network.latency_s(), lambda: self._end(ConnectionResetError("reset by peer")))
+        else:
+            network.loop.after(again_s, lambda: self._transmit(2 * again_s))
 
     def close(self, error: Exception | None = None) -> None:
         """Close the connection; the peer learns of it after everything that was sent."""
@@ -88,6 +107,9 @@ class End:
         self.is_open = False
         self.host.ends.pop(self, None)
         self.peer.stalled_s = self.network.loop.time()
+        if self.inbound and self.peer.is_open:
+            # What was under way is sent again.
+            self.peer._retransmit()
 
     def resume(self) -> None:
         """Take objects again."""

@@ -41,8 +41,8 @@ MOST_STEPS_PER_S = 100_000
 # How often the slow laws are judged, and how often the quiet end is looked at before it is judged.
 LOOK_S = 1.0
 QUIET_LOOKS = 7
-# How long all routers may take to forget a worker that is removed.
-FORGOTTEN_S = 10.0
+# How long all routers may take to know that a worker is drained, or removed.
+KNOWN_S = 10.0
 # Batches for which all routers must have shown a worker live in the end; an engine sends two a second then.
 LAST_BATCHES = 6
 ROUTERS = (2, 2, 2, 3, 3, 4, 5)
@@ -56,7 +56,7 @@ OLD_SHARE = 0.2
 # The name of the host of clients.
 CLIENTS = "clients"
 # The share of worlds in which clients reach some routers over HTTP.
-HTTP_WORLDS_SHARE = 0.3
+HTTP_WORLDS_SHARE = 0.2
 # The shares of engines and routers with an HTTP address, of engines with two ranks, and of those that come late; the last
 # comes at LATEST_S.
 HTTP_SHARE = 0.7
@@ -235,8 +235,11 @@ class World:
         for router in self.routers:
             self.laws.judge(router, whole=True)
         self.laws.judge_end(self.clients.reserved, self.history)
-        self.operator.want(rng.choice(self.engines).worker, is_wanted=False)
-        self._wait(self.operator.unfinished, FORGOTTEN_S)
+        worker = rng.choice(self.engines).worker
+        self.operator.want(worker, is_draining=True)
+        self._wait(self.operator.unfinished, KNOWN_S)
+        self.operator.want(worker, is_wanted=False)
+        self._wait(self.operator.unfinished, KNOWN_S)
         self.laws.judge_streams()
 
     def _wait(self, unfinished: Callable[[], str], most_s: float) -> None:
