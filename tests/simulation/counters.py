@@ -56,8 +56,6 @@ def problem_of_counters(
                 return f"counters: {router.name} {'' if lives else 'before its end '}{problem}"
         for problem in _commits(router, written[router.name], len(engines)):
             return f"counters: {router.name} {problem}"
-        for problem in _gauges(router, len(routers)):
-            return f"counters: {router.name} {problem}"
         for engine in engines.values():
             for problem in _batches(router, engine, lines[router.token]):
                 return f"counters: {router.name} {problem}"
@@ -127,11 +125,11 @@ def _commits(router: Router, written: int, workers: int) -> Iterator[str]:
         yield f"counts {counts['applied']} commits as applied ({dict(counts)}), and the store has {written} of them"
 
 
-def _gauges(router: Router, routers: int) -> Iterator[str]:
-    """Judge what a live router's metrics page says in the quiet end."""
+def problem_of_gauges(router: Router, routers: int) -> str:
+    """Return what a live router's metrics page says wrong in the quiet end, or ""."""
     core, process, registry = router.core, router.process, router.registries[router.token]
     if core is None or process is None:
-        return
+        return ""
     for measure in registry._measures:
         process.run(measure)
     held = sum(stream.held for stream in core.registry.streams.values())
@@ -139,7 +137,8 @@ def _gauges(router: Router, routers: int) -> Iterator[str]:
                 "reservations_held": 0}  # fmt: skip
     for name, value in expected.items():
         if (shown := _value(registry, name)) != value:
-            yield f"shows {shown} as {name}, and it is {value}"
+            return f"counters: {router.name} shows {shown} as {name}, and it is {value}"
+    return ""
 
 
 def _batches(router: Router, engine: Engine, lines: Sequence[str]) -> Iterator[str]:

@@ -36,7 +36,7 @@ from kvrouter.router.index.store import keys
 from kvrouter.router.index.store.commit import Lease
 from kvrouter.router.model.workers.stream_state import StreamState
 from tests.simulation.bounds import problem_of_numbers, problem_of_streams, problem_of_tables
-from tests.simulation.counters import problem_of_counters
+from tests.simulation.counters import problem_of_counters, problem_of_gauges
 from tests.simulation.engine import MODEL, Engine, Kind, LifeSpan
 from tests.simulation.router import Router
 from tests.simulation.staleness import LAG_S, Followed
@@ -312,6 +312,8 @@ class Laws:
         if problem := self.unfollowed() or self.uneven():
             return problem
         for router in self._routers:
+            if problem := problem_of_gauges(router, len(self._routers)):
+                return problem
             for view in [] if router.placer is None else router.placer.burdens():
                 burden = view.burden
                 if burden.queued_tokens or burden.decode_tokens or burden.requests:
@@ -319,12 +321,7 @@ class Laws:
         return ""
 
     def judge_end(self, reserved: Counter[str], history: Iterable[str]) -> None:
-        """Judge what is left of a whole world.
-
-        Args:
-            reserved: The reservations that clients made, by the token of the process.
-            history: The lines of the world.
-        """
+        """Judge what is left of a whole world; see `problem_of_counters` for the arguments."""
         processes = sum(len(router.tokens) for router in self._routers)
         for router in self._routers:
             if problem := problem_of_tables(router, len(self._engines), processes):
