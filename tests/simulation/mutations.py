@@ -212,9 +212,16 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "heartbeat_of_now",
         f"{_FLEET}/membership.py",
-        "router.heard.append((beaten_s, heartbeat.holds))",
+        "router.heard.append((router.arrived_s if is_late else beaten_s, heartbeat.holds))",
         "router.heard.append((now_s, heartbeat.holds))",
         "A heartbeat that the store brings back after an absence counts as written now.",
+    ),
+    Mutation(
+        "late_heartbeat_is_new",
+        f"{_FLEET}/membership.py",
+        "router.heard.append((router.arrived_s if is_late else beaten_s, heartbeat.holds))",
+        "router.heard.append((beaten_s, heartbeat.holds))",
+        "A heartbeat that was under way for seconds counts as written when it arrived (found by the simulation, seed 100).",
     ),
     Mutation(
         "unwritten_unsaid",
