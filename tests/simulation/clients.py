@@ -7,6 +7,7 @@ Some routers are reached over HTTP on the simulated network. At the others, clie
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -245,10 +246,17 @@ class Clients:
         is_lost = owner.token != booking.token or owner.process is None
         if not is_over and not is_lost and self._loop.time() > self.disturbed_s + CALM_S:
             self._laws.broken = f"reservations: {router.name} does not find {booking.selection_id} of {owner.name}"
+        # Whoever believes this does not come back, and what is left ends with the next life of the engine that its router sees.
+        booking.is_uncertain = True
 
     def _lives(self, worker: WorkerKey) -> tuple[int, bool, int]:
         engine = self._engines[worker]
         return len(engine.spans), engine.life is None, self._operator.wishes[worker].endings
+
+    @property
+    def reserved(self) -> Counter[str]:
+        """The known reservations by the token of the process that made them."""
+        return Counter(booking.token for booking in self._bookings.values() if booking.worker is not None)
 
     def end_all(self) -> None:
         """End the reservations that were not released in the faults, each at its own router."""

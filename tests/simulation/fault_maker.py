@@ -35,11 +35,13 @@ class FaultMaker:
             world.engines,
         )
         self._laws, self._operator, self._clients = world.laws, world.operator, world.clients
+        self._observer = world.observer
         self._is_quiet = False
 
     def begin(self, fault: Fault) -> None:
         """Begin a fault."""
         self._note("world", str(fault))
+        self._observer.fault_begins(fault.kind, fault.first, fault.second)
         if not fault.spares_routers:
             self._disturb(fault.seconds)
         getattr(self, f"_{fault.kind}")(fault)

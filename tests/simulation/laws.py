@@ -5,50 +5,65 @@ After each step of a router, and at each answer:
 
 - *Credit.* What a `live` or `catching_up` worker is credited with was held at the shown seq by the engine's present
   life, or by one whose end the router need not know yet. What a `suspect` one is credited with was held at some time.
-- *Age.* A `live` worker misses no batch that was sent `AGE_S` ago. So two routers differ by no more than that.
+- *Age.* A `live` worker misses no batch that was sent `AGE_S` ago.
+- *Staleness.* A `live` worker is at most `LAG_S` behind what its follower showed (`staleness.py`).
+- *Agreement.* Two routers that show a worker as `live` at the same position credit the same blocks and hits.
 - *Fence.* Nothing is written to a worker's log by a router that does not have its lease.
 - *Load.* No sum is negative.
 
 At the end, `QUIET_S` after the last fault:
 
-- *Followers.* Each worker is followed by exactly one router, and is live in all.
+- *Followers.* Each worker is followed by exactly one router within `FOLLOWED_S`, and is live in all. The routers' shares
+  of the workers differ by one at most.
 - *Full credit.* Each router credits what patch or replay endpoint can bring, else all since the quiet began.
 - *Reservations.* Each ended once, and all sums are zero.
-- *Bounds.* No router has more tasks or sockets than its workers need.
+- *Counters.* The metrics agree with what happened (`counters.py`).
+- *Bounds.* No router has more tasks, sockets, connections, tables or objects than its workers need (`bounds.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from kvrouter.router.base.common.ids import Place, WorkerKey
 from kvrouter.router.follow.streams.worker_stream import WorkerStream
+from kvrouter.router.index.matching.question import Question
 from kvrouter.router.index.store import keys
 from kvrouter.router.index.store.commit import Lease
 from kvrouter.router.model.workers.stream_state import StreamState
-from tests.simulation.engine import Engine, Kind, LifeSpan
+from tests.simulation.bounds import problem_of_numbers, problem_of_streams, problem_of_tables
+from tests.simulation.counters import problem_of_counters, problem_of_gauges
+from tests.simulation.engine import MODEL, Engine, Kind, LifeSpan
 from tests.simulation.router import Router
+from tests.simulation.staleness import LAG_S, Followed
 from tests.simulation.store.keyspace import Command
 from tests.simulation.store_server import StoreServer
 from tests.simulation.virtual_loop import VirtualLoop
+from tests.support.model_engine import PROMPTS, TOKENS
 
 Held = dict[Place, frozenset[int]]
 
 # Time from the end of a life to the router's change of state, while packets arrive. Most of it is the time in which
 # knowledge of other routers counts without a word of theirs.
 NEWS_S = 2.5
-# How old a live answer may be: that time, and what a dropped message costs until the next one shows the gap.
-AGE_S = 4.0
+# The longest time from a message that was dropped on its way until the engine's next one shows it: the pause of an engine
+# or its patch (1 s), and a packet that is sent again.
+LOSS_S = 1.25
+# How old a live answer may be: what the routers take, after the follower can know.
+AGE_S = LAG_S + LOSS_S
 # ZMQ closes a connection on which nothing arrives after this time (`LinkSettings`: ping_s, ping_answer_s, and a pause).
 DEAF_S = 27.0
 # A process that stood still may answer once before it looks at its clock.
 RESUMED_S = 0.5
 # The documented bound of `tests/chaos`.
 QUIET_S = 75.0
-MOST_TASKS = 40
-MOST_TASKS_PER_WORKER = 16
-MOST_SOCKETS_PER_WORKER = 4
+# A dead router's lease ends within `lease_ttl_s` (4 s at most), and another router follows at its next reads. Twice that,
+# as a router that was restarted meanwhile may begin again.
+FOLLOWED_S = 10.0
 
 
 class Broken(Exception):
@@ -68,12 +83,20 @@ class Laws:
         self.deaf_until_s: dict[str, float] = {}
         # For each router and worker, what was judged last.
         self._judged: dict[tuple[str, WorkerKey], tuple[Any, str | None, int | None]] = {}
+        self._followed = Followed(loop.time)
+        # The oldest `live` answer of a router that does not follow the worker.
+        self.most_lag_s = 0.0
+        self._asked = 0
+        # How often two routers were compared at the same position.
+        self.agreements = 0
         self.judgements = 0
         # How many answers were judged, by state.
         self.states: dict[str, int] = {}
         self._by_log = {keys.log(engine.worker).encode(): engine.worker for engine in engines}
         self._store = store.store
         self._store.observe(self._judge_write)
+        # How many writes to workers' logs the store executed, by the name of the router.
+        self._written: Counter[str] = Counter()
         # A law that was broken outside a step; it is raised at the next one.
         self.broken = ""
 
@@ -91,7 +114,7 @@ class Laws:
     def judge(self, router: Router, *, whole: bool = False) -> None:
         """Judge what a router shows of each worker; `whole` also if it shows the same as before."""
         core = router.core
-        if core is None:
+        if core is None or not router.answers:
             return
         for worker, stream in core.registry.streams.items():
             view, shown = stream.view, stream.record.shown
@@ -107,6 +130,10 @@ class Laws:
         view, seq = stream.view, stream.record.shown.seq
         self.judgements += 1
         self.states[view.state.value] = self.states.get(view.state.value, 0) + 1
+        if stream.held:
+            self._followed.show(engine.worker, stream.record.shown.epoch, seq)
+        elif view.state is StreamState.LIVE:
+            self._judge_lag(router, engine, stream)
         if not view.credited:
             return
         shown = credited(router, engine.worker)
@@ -148,6 +175,16 @@ class Laws:
                 f"age: {router.name} shows {engine.name} live at seq {stream.record.shown.seq}, {age_s:.1f} s behind"
             )
 
+    def _judge_lag(self, router: Router, engine: Engine, stream: WorkerStream) -> None:
+        shown = stream.record.shown
+        lag_s = self._followed.lag_s(engine.worker, shown.epoch, shown.seq, router.resumed_s + RESUMED_S)
+        self.most_lag_s = max(self.most_lag_s, lag_s)
+        if lag_s > LAG_S:
+            raise Broken(
+                f"staleness: {router.name} shows {engine.name} live at seq {shown.seq}, {lag_s:.1f} s after its follower "
+                "showed more"
+            )
+
     def _excuse_s(self, router: Router, engine: Engine) -> float:
         """Return the time until which packets, or the router, stood still."""
         return max(self.deaf_until_s.get(engine.name, 0.0), router.resumed_s + RESUMED_S)
@@ -175,6 +212,8 @@ class Laws:
         return min(numbers, default=_count(shown))
 
     def _judge_write(self, client: str, effects: Sequence[Command]) -> None:
+        if any(words[0].upper() == b"XADD" and words[1] in self._by_log for words in effects):
+            self._written[client] += 1
         if self._store.has_former:
             # Two primaries have two leases: no fence can hold, and the writes to one of them are lost.
             return
@@ -195,41 +234,106 @@ class Laws:
             if min(burden.queued_tokens, burden.decode_tokens, burden.requests) < 0:
                 raise Broken(f"load: {router.name} counts {burden} for {view.worker.worker_id}")
 
+    def judge_agreement(self) -> None:
+        """Check that routers that show workers as `live` at the same position credit the same blocks and hits."""
+        self._asked += 1
+        tokens = TOKENS[self._asked % PROMPTS]
+        question = Question(MODEL, len(tokens), token_ids=np.array(tokens, np.int64))
+        able = [router for router in self._routers if router.answers]
+        for engine in self._engines.values():
+            shown: dict[tuple[str | None, int | None], tuple[Router, Held, int | None]] = {}
+            for router in able:
+                assert router.core is not None and router.process is not None
+                stream = router.core.registry.streams.get(engine.worker)
+                if stream is None or stream.view.state is not StreamState.LIVE:
+                    continue
+                position = stream.record.shown.epoch, stream.record.shown.seq
+                hits = {hit.worker: hit.tokens for hit in router.process.run(router.core.ask, question)}
+                # Only some routers may know yet that a worker drains, which has no hits then.
+                blocks, hit = credited(router, engine.worker), hits.get(engine.worker)
+                other, others_blocks, others_hit = shown.setdefault(position, (router, blocks, hit))
+                self.agreements += other is not router
+                if blocks != others_blocks or (None not in (hit, others_hit) and hit != others_hit):
+                    raise Broken(
+                        f"agreement: {other.name} and {router.name} show {engine.name} live at seq {position[1]}, with "
+                        f"{_count(others_blocks)} and {_count(blocks)} blocks, and hits of {others_hit} and {hit} tokens"
+                    )
+
     def judge_bounds(self, router: Router, tasks: int) -> None:
-        """Check the numbers of tasks and sockets."""
-        workers = len(self._engines)
-        if tasks > MOST_TASKS + MOST_TASKS_PER_WORKER * workers:
-            raise Broken(f"bounds: {router.name} has {tasks} tasks")
-        if router.core is not None and len(router.context.open_sockets) > MOST_SOCKETS_PER_WORKER * workers:
-            raise Broken(f"bounds: {router.name} has {len(router.context.open_sockets)} sockets")
+        """Check the numbers of tasks, sockets and connections."""
+        if problem := problem_of_numbers(router, tasks, len(self._engines)):
+            raise Broken(problem)
 
     # -- at the end
+
+    def unfollowed(self) -> str:
+        """Return which worker has no follower, or more than one, or ""."""
+        for engine in self._engines.values():
+            followers = [router.name for router, stream in self._streams(engine) if stream.held]
+            if len(followers) != 1:
+                return f"followers: {engine.name} is followed by {' and '.join(followers) or 'nobody'}"
+        return ""
+
+    def uneven(self) -> str:
+        """Return which routers' shares of the workers differ by more than one, or "".
+
+        A worker with neither replay nor patch stays with its router.
+        """
+        if any(engine.kind is Kind.PLAIN for engine in self._engines.values()):
+            return ""
+        shares = Counter({router.name: 0 for router in self._routers})
+        for engine in self._engines.values():
+            shares.update(router.name for router, stream in self._streams(engine) if stream.held)
+        if max(shares.values()) - min(shares.values()) > 1:
+            return f"shares: routers follow {dict(shares)} workers"
+        return ""
+
+    def _streams(self, engine: Engine) -> Iterator[tuple[Router, WorkerStream]]:
+        """Yield each live router that knows the engine's worker, and its stream."""
+        for router in self._routers:
+            stream = None if router.core is None else router.core.registry.streams.get(engine.worker)
+            if stream is not None:
+                yield router, stream
 
     def unfinished(self) -> str:
         """Return what is still wrong in the quiet, or ""."""
         for engine in self._engines.values():
-            followers = []
             for router in self._routers:
                 core = router.core
                 stream = None if core is None else core.registry.streams.get(engine.worker)
                 if stream is None:
                     return f"followers: {router.name} does not know {engine.name}"
-                if stream.held:
-                    followers.append(router.name)
                 if stream.view.state is not StreamState.LIVE:
                     return (
                         f"followers: {router.name} shows {engine.name} {stream.view.state.value}: {stream.view.reason}"
                     )
                 if problem := self._missing(router, engine, stream):
                     return problem
-            if len(followers) != 1:
-                return f"followers: {engine.name} is followed by {' and '.join(followers) or 'nobody'}"
+        if problem := self.unfollowed() or self.uneven():
+            return problem
         for router in self._routers:
+            if problem := problem_of_gauges(router, len(self._routers)):
+                return problem
             for view in [] if router.placer is None else router.placer.burdens():
                 burden = view.burden
                 if burden.queued_tokens or burden.decode_tokens or burden.requests:
                     return f"load: {router.name} still counts {burden} for {view.worker.worker_id}"
         return ""
+
+    def judge_end(self, reserved: Counter[str], history: Iterable[str]) -> None:
+        """Judge what is left of a whole world; see `problem_of_counters` for the arguments."""
+        processes = sum(len(router.tokens) for router in self._routers)
+        for router in self._routers:
+            if problem := problem_of_tables(router, len(self._engines), processes):
+                raise Broken(problem)
+        if problem := problem_of_counters(self._routers, self._engines, reserved, self._written, history):
+            raise Broken(problem)
+
+    def judge_streams(self) -> None:
+        """Check that no router keeps what it had of workers that are gone."""
+        for router in self._routers:
+            if problem := problem_of_streams(router):
+                raise Broken(problem)
 
     def _missing(self, router: Router, engine: Engine, stream: WorkerStream) -> str:
         life, seq = engine.life, stream.record.shown.seq

@@ -212,9 +212,16 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "heartbeat_of_now",
         f"{_FLEET}/membership.py",
-        "router.heard.append((beaten_s, heartbeat.holds))",
+        "router.heard.append((router.arrived_s if is_late else beaten_s, heartbeat.holds))",
         "router.heard.append((now_s, heartbeat.holds))",
         "A heartbeat that the store brings back after an absence counts as written now.",
+    ),
+    Mutation(
+        "late_heartbeat_is_new",
+        f"{_FLEET}/membership.py",
+        "router.heard.append((router.arrived_s if is_late else beaten_s, heartbeat.holds))",
+        "router.heard.append((beaten_s, heartbeat.holds))",
+        "A heartbeat that was under way for seconds counts as written when it arrived (found by the simulation, seed 100).",
     ),
     Mutation(
         "unwritten_unsaid",
@@ -251,7 +258,21 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        elif False:\n",
         "A heartbeat that the store brings back counts as news (found by the simulation).",
     ),
+    Mutation(
+        "old_word_counts",
+        f"{_FLEET}/membership.py",
+        "HEARD_S = 1.5\n",
+        "HEARD_S = 3.0\n",
+        "A heartbeat vouches for twice the time after which an answer is to be no longer live.",
+    ),
     # The log that other routers read.
+    Mutation(
+        "arrivals_unread",
+        f"{_FLEET}/mirror_sync.py",
+        "self._add(worker, change.place, change.added)",
+        "pass",
+        "Blocks that arrive reach no other router but with a checkpoint.",
+    ),
     Mutation(
         "removals_unread",
         f"{_FLEET}/mirror_sync.py",
@@ -359,6 +380,35 @@ MUTATIONS: tuple[Mutation, ...] = (
         "",
         "Removals do not reach the store while commits wait.",
     ),
+    Mutation(
+        "dead_connection_kept",
+        "events/vllm/subscriber.py",
+        "if self._loop is not None and self._loop.time() - self._connected_s > self._settings.reopen_s:",
+        "if False:",
+        "The stream of an engine whose machine died without a word stays on the dead connection (found by the simulation).",
+    ),
+    # Counters and tables.
+    Mutation(
+        "loss_counted_twice",
+        f"{_STREAMS}/lease_holder.py",
+        "self._metrics.leases_lost[how].inc()",
+        "self._metrics.leases_lost[how].inc(2)",
+        "A lost lease counts twice.",
+    ),
+    Mutation(
+        "commit_uncounted",
+        f"{_STREAMS}/lease_holder.py",
+        "self._metrics.commits[outcome.value].inc()",
+        "pass",
+        "No commit is counted.",
+    ),
+    Mutation(
+        "ended_requests_kept",
+        f"{_LOAD}/load_sync.py",
+        "            del self._pending_ends[number]",
+        "            pass",
+        "Each request that ends another router's reservation stays in a table.",
+    ),
     # Load and reservations.
     Mutation(
         "endings_denied",
@@ -373,6 +423,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        if problem is None and self._clock() - self._read_s > SILENT_S:\n",
         "        if False:\n",
         "A router that reads nothing denies that another router may have a reservation (found by the simulation).",
+    ),
+    Mutation(
+        "early_denial",
+        f"{_LOAD}/load_sync.py",
+        "        if not self._table.others and pause_s > 0:\n",
+        "        if False:\n",
+        "A router that has just begun to read denies another router's reservation (found by the simulation).",
     ),
     Mutation(
         "dead_load_stays",

@@ -104,6 +104,8 @@ class Router:
         self.placer: Placer | None = None
         self.token = ""
         self.tokens: list[str] = []
+        # The metrics of all its processes, by token.
+        self.registries: dict[str, MetricRegistry] = {}
         self.started_s = 0.0
         # Until when it was paused last.
         self.resumed_s = 0.0
@@ -120,6 +122,11 @@ class Router:
     def is_down(self) -> bool:
         """Whether there is no process."""
         return self.process is None
+
+    @property
+    def answers(self) -> bool:
+        """Whether clients get answers now."""
+        return self.core is not None and self.process is not None and self.process.standing is Standing.RUNS
 
     def show(self, listed: Sequence[Candidate]) -> None:
         """Replace the list of workers, which a running process notices."""
@@ -158,14 +165,14 @@ class Router:
         offset_s = rng.uniform(0.0, 1e6)
         clock = lambda: self._loop.time() + offset_s  # noqa: E731
         config = self._config = self.settings.of_router()
-        registry = MetricRegistry()
+        registry = self.registries[self.token] = MetricRegistry()
         metrics = RouterMetrics(registry)
         supervisor = TaskSupervisor(clock=clock, rng=self._new_rng(), failures=registry.task_failures)
         feed = EventFeed(life=f"{rng.getrandbits(32):08x}", wall_clock=self._loop.time, metrics=metrics.core.watch)
         decisions = DecisionLog(config.decisions_kept, feed, clock, metrics.core.watch)
         self.context = SimulatedContext(self._loop, self.host, self._new_rng())
         try:
-            store = await IndexStore.open(self._url)
+            store = await IndexStore.open(self._url, log_entries=self.settings.log_entries)
             if self.is_old:
                 store.peers = OldPeers(store._transactions)
             core = Core(

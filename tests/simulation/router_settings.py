@@ -26,6 +26,9 @@ SEGMENT_MEMORIES_BYTES = (0, 4_096, 1 << 20)
 QUEUE_SIZES = (0, 3, 1_024)
 QUEUE_DEADLINES_S = (0.0, 1.0, 30.0)
 DECISIONS_KEPT = (0, 10)
+# How many entries a worker's log keeps, and after how many blocks a checkpoint is due (`TAIL_BLOCKS`). With the numbers of
+# the product, no world is long enough for a checkpoint.
+LOGS = ((8, 200), (64, 1_000), (1_024, 16_384))
 
 
 class FleetSettings:
@@ -35,6 +38,7 @@ class FleetSettings:
         self._rng = rng
         self.disagrees = rng.random() < DISAGREEING_SHARE
         self._shared = self._agreed()
+        self.log_entries, self.tail_blocks = rng.choice(LOGS)
 
     def _agreed(self) -> Config:
         rng = self._rng

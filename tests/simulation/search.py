@@ -3,9 +3,11 @@
 
     python -m tests.simulation.search --hours 1 --seed 1     # search
     python -m tests.simulation.search --only 4711            # one world, with its history
+    python -m tests.simulation.search --twice --worlds 1000  # each world in two fresh processes
 
-A broken law ends the search, unless `--go-on` is given: its seed, the few faults that it takes, and the history of a
-world with these alone are printed.
+The end of a search shows which transitions, outcomes of leases, and pairs of a fault and a state were met
+(`coverage.py`); `--json` writes them to a file. A broken law ends the search, unless `--go-on` is given: its seed, the few
+faults that it takes, and the history of a world with these alone are printed.
 """
 
 from __future__ import annotations
@@ -13,16 +15,24 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import pickle
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
-from tests.simulation.world import Fault, Outcome, run_world
+import msgspec
+
+from tests.simulation import coverage
+from tests.simulation.faults import FAULTS, Fault
+from tests.simulation.world import Outcome, run_world
 
 # Lines of the history that are shown before the broken law, and how long one may be.
 SHOWN_LINES = 60
@@ -30,6 +40,10 @@ SHOWN_CHARS = 220
 # A world takes seconds; one that takes longer stands still within one step.
 WORLD_TIMEOUT_S = 300.0
 PROGRESS_S = 10.0
+# The hash seeds of the two processes that must agree.
+HASH_SEEDS = ("1", "2")
+# The law that they keep.
+DIGEST = "digest"
 
 
 @dataclass
@@ -44,6 +58,8 @@ class Totals:
     judgements: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     states: Counter[str] = field(default_factory=Counter)
+    coverage: coverage.Coverage = field(default_factory=coverage.Coverage)
+    broken: list[tuple[int, str]] = field(default_factory=list)
 
     def add(self, outcome: Outcome, cpu_s: float) -> None:
         """Count a world."""
@@ -54,6 +70,9 @@ class Totals:
         self.judgements += outcome.judgements
         self.faults.update(fault.kind for fault in outcome.faults)
         self.states.update(outcome.states)
+        self.coverage.add(outcome.coverage)
+        if outcome.problem:
+            self.broken.append((outcome.seed, outcome.problem))
 
     def line(self) -> str:
         """Return the progress in one line."""
@@ -64,16 +83,37 @@ class Totals:
             f"{speed:.0f} simulated seconds per second of a core"
         )
 
+    def table(self) -> Iterator[str]:
+        """Yield the lines that a search ends with."""
+        yield self.line()
+        yield f"faults: {dict(sorted(self.faults.items()))}"
+        yield f"judged answers by state: {dict(sorted(self.states.items()))}"
+        yield from coverage.report(self.coverage, FAULTS)
+
+    def as_json(self) -> bytes:
+        """Return the same as JSON."""
+        numbers = {
+            "worlds": self.worlds,
+            "simulated_s": round(self.simulated_s),
+            "cpu_s": round(self.cpu_s, 1),
+            "steps": self.steps,
+            "judgements": self.judgements,
+            "faults": dict(sorted(self.faults.items())),
+            "answers": dict(sorted(self.states.items())),
+            "broken": [{"seed": seed, "problem": problem} for seed, problem in self.broken],
+        }
+        return msgspec.json.format(msgspec.json.encode(numbers | coverage.as_json(self.coverage, FAULTS)))
+
 
 class Child:
     """One world in a forked process, which ends without clean-up: what a killed router left must not run."""
 
-    def __init__(self, seed: int, without: Collection[int] = ()) -> None:
+    def __init__(self, seed: int, without: Collection[int] = (), *, twice: bool = False) -> None:
         self.seed = seed
         self.began_s = time.monotonic()
         context = multiprocessing.get_context("fork")
         self.pipe, far = context.Pipe(duplex=False)
-        self._process = context.Process(target=_work, args=(seed, without, far), daemon=True)
+        self._process = context.Process(target=_work, args=(seed, without, twice, far), daemon=True)
         self._process.start()
         far.close()
 
@@ -89,20 +129,47 @@ class Child:
         return outcome, cpu_s
 
     def end(self) -> None:
-        """Kill the process."""
-        self._process.kill()
+        """End the process, and with it the two that it runs for `twice`."""
+        self._process.terminate()
         self._process.join()
 
 
-def _work(seed: int, without: Collection[int], pipe: Connection[Any, Any]) -> None:
+def _work(seed: int, without: Collection[int], twice: bool, pipe: Connection[Any, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    before_s = time.process_time()
-    outcome = run_world(seed, without)
-    if not outcome.problem:
-        outcome.history = []
-    pipe.send((outcome, time.process_time() - before_s))
+    if twice:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        pipe.send(run_twice(seed))
+    else:
+        before_s = time.process_time()
+        outcome = run_world(seed, without)
+        if not outcome.problem:
+            outcome.history = []
+        pipe.send((outcome, time.process_time() - before_s))
     pipe.close()
     os._exit(0)
+
+
+def run_twice(seed: int) -> tuple[Outcome, float]:
+    """Run a world in two fresh interpreters with other hash seeds; return the outcome, and the CPU seconds of the first.
+
+    Different digests are the problem of the outcome, with the first line of the history that differs.
+    """
+    (first, cpu_s), (second, _) = (_run_fresh(seed, hash_seed) for hash_seed in HASH_SEEDS)
+    if first.digest != second.digest and not first.problem:
+        lines = zip_longest(first.history, second.history, fillvalue="the end")
+        differing = next(((one, other) for one, other in lines if one != other), ("the same history", "random numbers"))
+        first.problem = f"{DIGEST}: two processes differ first in {differing[0]!r} and {differing[1]!r}"
+    if not first.problem:
+        first.history = []
+    return first, cpu_s
+
+
+def _run_fresh(seed: int, hash_seed: str) -> tuple[Outcome, float]:
+    command = [sys.executable, "-m", "tests.simulation.search", "--only", str(seed), "--pickle"]
+    environment = os.environ | {"PYTHONHASHSEED": hash_seed}
+    process = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+    outcome: tuple[Outcome, float] = pickle.loads(process.stdout)
+    return outcome
 
 
 def run_alone(seed: int, without: Collection[int] = ()) -> Outcome:
@@ -117,6 +184,7 @@ def search(
     totals: Totals,
     *,
     goes_on: bool = False,
+    twice: bool = False,
 ) -> list[Outcome]:
     """Run worlds until one breaks a law or the time is over; return the outcomes that broke one."""
     children: list[Child] = []
@@ -126,7 +194,7 @@ def search(
         while True:
             ends = time.monotonic() >= until_s or (broken and not goes_on)
             while not ends and len(children) < processes and (seed := next(seeds, None)) is not None:
-                children.append(Child(seed))
+                children.append(Child(seed, twice=twice))
             if not children or (broken and not goes_on):
                 return broken
             readable = wait([child.pipe for child in children], timeout=1.0)
@@ -170,7 +238,8 @@ def shrink(outcome: Outcome) -> tuple[list[Fault], Outcome]:
 
 def report(outcome: Outcome) -> None:
     """Print what a broken law takes, and the history of it."""
-    faults, shortest = shrink(outcome)
+    # Leaving faults out shows nothing about the order in which a process does things.
+    faults, shortest = (outcome.faults, outcome) if law_of(outcome) == DIGEST else shrink(outcome)
     print(f"\nseed {outcome.seed} needs {len(faults)} of {len(outcome.faults)} faults:")
     for fault in faults:
         print(f"  {fault}")
@@ -191,9 +260,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--go-on", action="store_true", help="list all seeds that break a law, instead of ending with one"
     )
+    parser.add_argument(
+        "--twice", action="store_true", help="run each world in two fresh processes, which must agree in every step"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write what was met to this file, too")
+    parser.add_argument("--pickle", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.only is not None:
         outcome = run_world(options.only)
+        if options.pickle:
+            sys.stdout.buffer.write(pickle.dumps((outcome, time.process_time())))
+            sys.stdout.flush()
+            os._exit(0)
         print("\n".join(outcome.history))
         print(f"digest {outcome.digest}: {outcome.problem or 'no law is broken'}", flush=True)
         # The remains of killed routers must not run.
@@ -209,13 +287,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             time.monotonic() + 3600 * options.hours,
             totals,
             goes_on=options.go_on,
+            twice=options.twice,
         )
     except KeyboardInterrupt:
         print("ended by Ctrl-C")
         broken = []
-    print(totals.line())
-    print(f"faults: {dict(sorted(totals.faults.items()))}")
-    print(f"judged answers by state: {dict(sorted(totals.states.items()))}")
+    print("\n".join(totals.table()))
+    if options.json:
+        Path(options.json).write_bytes(totals.as_json())
     if broken and not options.go_on:
         report(broken[0])
     return bool(broken)

@@ -16,13 +16,16 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvrouter.router.index.store import checkpoint
 from kvrouter.router.model.workers.stream_state import StreamState
+from tests.simulation.aim import Aim
 from tests.simulation.clients import CALM_S, CLIENT, Clients
+from tests.simulation.coverage import Coverage, Observer
 from tests.simulation.engine import Kind, Server
 from tests.simulation.fault_maker import FaultMaker
 from tests.simulation.faults import Fault, plan
 from tests.simulation.http import HttpClient
-from tests.simulation.laws import QUIET_S, Broken, Laws
+from tests.simulation.laws import FOLLOWED_S, QUIET_S, Broken, Laws
 from tests.simulation.network import Network
 from tests.simulation.operator import Operator
 from tests.simulation.router import HistoryHandler, Router
@@ -76,6 +79,7 @@ class Outcome:
     faults: list[Fault] = field(default_factory=list)
     history: list[str] = field(default_factory=list)
     states: dict[str, int] = field(default_factory=dict)
+    coverage: Coverage = field(default_factory=Coverage)
 
 
 class World:
@@ -91,10 +95,12 @@ class World:
         self.loop = loop = VirtualLoop(self._new_rng(), shuffles=rng.random() < SHUFFLED_SHARE)
         self.network = loop.network = Network(loop, self._new_rng())
         self.store = StoreServer(loop, self.network.add_host("store", "10.0.0.1"), self._new_rng())
-        self.routers = self._make_routers(FleetSettings(self._new_rng()))
+        self._settings = settings = FleetSettings(self._new_rng())
+        self.routers = self._make_routers(settings)
         self.servers = self._make_servers()
         self.engines = [engine for server in self.servers for engine in server.engines]
         self.laws = Laws(loop, self.engines, self.routers, self.store)
+        self.observer = Observer(self.engines, self.routers)
         for router in self.routers if rng.random() < HTTP_WORLDS_SHARE else ():
             router.has_http = rng.random() < HTTP_SHARE
         has_lists = rng.random() < LISTED_SHARE
@@ -119,6 +125,7 @@ class World:
         self.faults = plan(
             self._new_rng(), [router.name for router in self.routers], hosts, names, CALM_S, CALM_S + FAULTS_S
         )
+        self._aim = Aim(loop, self.observer, self.faults, self._new_rng(), CALM_S + FAULTS_S)
 
     def _make_routers(self, settings: FleetSettings) -> list[Router]:
         hosts = [
@@ -163,7 +170,7 @@ class World:
     def run(self) -> Outcome:
         """Run to the quiet end or to the first broken law."""
         problem = ""
-        with self._alone():
+        with self._alone(), self.observer.watching():
             try:
                 self._run()
             except (Broken, Stuck) as error:
@@ -173,14 +180,15 @@ class World:
         self._count(f"{loop.steps} {loop.time()} {loop.rng.random()} {self.rng.random()}")
         return Outcome(
             self.seed, self._hash.hexdigest(), problem, loop.time() - 1_000.0, loop.steps, self.laws.judgements,
-            self.faults, self.history, self.laws.states,
+            self.faults, self.history, self.laws.states, self.observer.end(self.history),
         )  # fmt: skip
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Make nothing outside the world matter: the collector, the log, and chance."""
+        """Make nothing outside the world matter: the collector, the log, chance, and when checkpoints are due."""
         gc.disable()
         random.seed(self.seed)
+        tail_blocks, checkpoint.TAIL_BLOCKS = checkpoint.TAIL_BLOCKS, self._settings.tail_blocks
         log = logging.getLogger("kvrouter")
         handler = HistoryHandler(self.note)
         level, propagates = log.level, log.propagate
@@ -194,6 +202,7 @@ class World:
             log.removeHandler(handler)
             log.setLevel(level)
             log.propagate = propagates
+            checkpoint.TAIL_BLOCKS = tail_blocks
             gc.enable()
 
     def _run(self) -> None:
@@ -212,7 +221,7 @@ class World:
         self.clients.begin()
         for fault in self.faults:
             if fault.number not in self._without:
-                loop.after(fault.at_s, partial(maker.begin, fault))
+                loop.after(fault.at_s, partial(self._aim.begin, fault, partial(maker.begin, fault)))
         self._go(CALM_S + FAULTS_S)
         maker.quieten()
         for _ in range(QUIET_LOOKS):
@@ -220,14 +229,17 @@ class World:
             self._note_rounds()
         # Requests of clients that were under way have their answers by now.
         self.clients.end_all()
+        self._wait(self.laws.unfollowed, FOLLOWED_S)
         self._wait(self._unfinished, QUIET_S)
         for router in self.routers:
             self.laws.judge(router, whole=True)
+        self.laws.judge_end(self.clients.reserved, self.history)
         worker = rng.choice(self.engines).worker
         self.operator.want(worker, is_draining=True)
         self._wait(self.operator.unfinished, KNOWN_S)
         self.operator.want(worker, is_wanted=False)
         self._wait(self.operator.unfinished, KNOWN_S)
+        self.laws.judge_streams()
 
     def _wait(self, unfinished: Callable[[], str], most_s: float) -> None:
         """Run until nothing is unfinished. Raises Broken if that takes too long."""
@@ -296,6 +308,7 @@ class World:
                 if router.process is not None:
                     tasks = sum(task.get_name() != CLIENT for task in self.loop.tasks_of(router.process))
                     self.laws.judge_bounds(router, tasks)
+            self.laws.judge_agreement()
 
     def _after_step(self) -> None:
         self.laws.after_step()

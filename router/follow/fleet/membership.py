@@ -24,6 +24,9 @@ INTERVAL_S = 0.25
 # not show the heartbeat yet. With the time until the next judgement (INTERVAL_S), no answer shows a worker of another
 # router as `live` with content older than 2 s, as reference/states.md promises.
 HEARD_S = 1.5
+# The longest pause between two heartbeats of a router after which the later one counts as written when it arrived. With
+# HEARD_S it is the 2 s.
+LATE_S = 2 * INTERVAL_S
 # How many heartbeats of one router are remembered: all that are recent enough to vouch for a state, and one to spare.
 REMEMBERED_BEATS = round(HEARD_S / INTERVAL_S) + 2
 # For how many looks a router counts whose heartbeat was there at the first look and has not changed yet: it may live, or
@@ -52,6 +55,8 @@ class _Router(msgspec.Struct):
     beats: bool = False
     unchanged_looks: int = 0
     missing_looks: int = 0
+    # The earliest time at which its last new heartbeat can have reached the store; infinite before the first.
+    arrived_s: float = math.inf
     # For each remembered heartbeat, the earliest time at which it can have been written, and its workers; newest last.
     heard: deque[tuple[float, dict[str, Hold]]] = msgspec.field(default_factory=lambda: deque(maxlen=REMEMBERED_BEATS))
 
@@ -156,8 +161,15 @@ class Membership:
         return heartbeats
 
     def _take(self, token: str, heartbeat: Heartbeat, beaten_s: float, now_s: float) -> None:
-        """Take one heartbeat, which was written at `beaten_s` or later if it is new."""
+        """Take one heartbeat, which reached the store at `beaten_s` or later if it is new."""
         router = self._known.get(token)
+        # A heartbeat that comes after a silence may have been under way meanwhile. It was made after the one before it had
+        # reached the store.
+        is_late = (
+            router is not None
+            and beaten_s - router.arrived_s > LATE_S
+            and heartbeat.count == router.heartbeat.count + 1
+        )
         if router is None:
             router = self._known[token] = _Router(token, heartbeat, self._first)
         elif router.heartbeat.count == heartbeat.count:
@@ -171,7 +183,8 @@ class Membership:
         router.missing_looks = 0
         # This process's own heartbeat needs no proof that its writer lives.
         if token == self._token or (router.beats and not router.unchanged_looks):
-            router.heard.append((beaten_s, heartbeat.holds))
+            router.heard.append((router.arrived_s if is_late else beaten_s, heartbeat.holds))
+            router.arrived_s = beaten_s
             for worker, hold in heartbeat.holds.items():
                 self._take_hold(worker, hold, router, now_s)
 

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults that wait for a moment: a part of them begins when a stream or process that they affect is in a rare state.
+
+A follower is in most of its phases for milliseconds, so a fault at a random time nearly always meets one of the others.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kvrouter.router.follow.streams.stream_machine import Phase
+from kvrouter.router.model.workers.stream_state import StreamState
+from tests.simulation.coverage import NO_PROCESS, STARTING, UNKNOWN_WORKER, Observer
+from tests.simulation.faults import Fault
+from tests.simulation.virtual_loop import VirtualLoop
+
+AIMED_SHARE = 0.5
+# How long a fault waits for its state. Then it begins nevertheless.
+MOST_WAIT_S = 10.0
+# How often states are looked at that no step of the stream machine shows.
+LOOK_S = 0.05
+RARE_STATES = (
+    f"phase {NO_PROCESS}",
+    f"phase {STARTING}",
+    f"phase {UNKNOWN_WORKER}",
+    *(f"phase {phase.value}" for phase in (Phase.WAITING, Phase.LOOKING, Phase.PAUSED)),
+    *(f"phase {phase.value}" for phase in (Phase.LOOKING, Phase.PAUSED)),
+    *(
+        f"shown {state.value}"
+        for state in (
+            StreamState.CONNECTING,
+            StreamState.CATCHING_UP,
+            StreamState.SUSPECT,
+            StreamState.RESYNCING,
+            StreamState.UNHASHABLE,
+            StreamState.DOWN,
+        )
+    ),
+)
+
+
+class Aim:
+    """The states for which the faults of one world wait."""
+
+    def __init__(
+        self, loop: VirtualLoop, observer: Observer, faults: Sequence[Fault], rng: random.Random, last_s: float
+    ) -> None:
+        """Choose the states.
+
+        Args:
+            loop: The loop of the world.
+            observer: Knows the states.
+            faults: The faults.
+            rng: Chooses which faults wait, and for which state.
+            last_s: How long after the beginning of the world the last fault begins.
+        """
+        self._loop, self._observer = loop, observer
+        # The wait ends at a look, before the quiet end.
+        self._latest_s = loop.time() + last_s - 2 * LOOK_S
+        self._states = {fault.number: rng.choice(RARE_STATES) for fault in faults if rng.random() < AIMED_SHARE}
+        self._waiting: list[tuple[Fault, str, float, Callable[[], None]]] = []
+        self._is_looking = False
+        observer.on_step = partial(loop.after, 0.0, self._look)
+
+    def begin(self, fault: Fault, call: Callable[[], None]) -> None:
+        """Call `call` when the state of the fault has come."""
+        state = self._states.get(fault.number)
+        if state is None:
+            call()
+            return
+        self._waiting.append((fault, state, min(self._loop.time() + MOST_WAIT_S, self._latest_s), call))
+        self._look()
+        self._look_soon()
+
+    def _look_soon(self) -> None:
+        if self._waiting and not self._is_looking:
+            self._is_looking = True
+            self._loop.after(LOOK_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._is_looking = False
+        self._look()
+        self._look_soon()
+
+    def _look(self) -> None:
+        for waiting in list(self._waiting):
+            fault, state, latest_s, call = waiting
+            is_due = self._loop.time() >= latest_s or state in self._observer.met(fault.first, fault.second)
+            if is_due and waiting in self._waiting:
+                self._waiting.remove(waiting)
+                call()
