@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvrouter.router.base.common.ids import Place, WorkerKey
-from kvrouter.router.follow.streams.worker_stream import WorkerStream
+from kvrouter.router.follow.streams.follower import Follower
 from kvrouter.router.index.store import keys
-from kvrouter.router.index.store.commit import Lease
+from kvrouter.router.index.store.commit import LeaseValue
 from kvrouter.router.model.workers.stream_state import StreamState
 from tests.simulation.engine import Engine, Kind, LifeSpan
 from tests.simulation.router import Router
@@ -93,25 +93,25 @@ class Laws:
         core = router.core
         if core is None:
             return
-        for worker, stream in core.registry.streams.items():
-            view, shown = stream.view, stream.record.shown
+        for worker, follower in core.registry.followers.items():
+            view, shown = follower.state.view, follower.state.shown
             key = (router.name, worker)
             now = (view, shown.epoch, shown.seq)
             before = self._judged.get(key)
             if whole or before is None or before[0] is not view or before[1:] != now[1:]:
                 self._judged[key] = now
                 if worker in self._engines:
-                    self._judge_worker(router, self._engines[worker], stream)
+                    self._judge_worker(router, self._engines[worker], follower)
 
-    def _judge_worker(self, router: Router, engine: Engine, stream: WorkerStream) -> None:
-        view, seq = stream.view, stream.record.shown.seq
+    def _judge_worker(self, router: Router, engine: Engine, follower: Follower) -> None:
+        view, seq = follower.state.view, follower.state.shown.seq
         self.judgements += 1
         self.states[view.state.value] = self.states.get(view.state.value, 0) + 1
         if not view.credited:
             return
         shown = credited(router, engine.worker)
         if view.state is StreamState.SUSPECT:
-            self._judge_suspect(router, engine, stream, shown)
+            self._judge_suspect(router, engine, follower, shown)
             return
         fits: list[LifeSpan] = []
         for span in reversed(engine.spans):
@@ -126,9 +126,9 @@ class Laws:
             )
         # A plain engine's reader learns of a lost batch only from the next one, and of none before its first.
         if view.state is StreamState.LIVE and fits and engine.kind is not Kind.PLAIN and seq is not None:
-            self._judge_age(router, engine, min(self._age_s(router, engine, span, seq) for span in fits), stream)
+            self._judge_age(router, engine, min(self._age_s(router, engine, span, seq) for span in fits), follower)
 
-    def _judge_suspect(self, router: Router, engine: Engine, stream: WorkerStream, shown: Held) -> None:
+    def _judge_suspect(self, router: Router, engine: Engine, follower: Follower, shown: Held) -> None:
         for place, blocks in shown.items():
             left = set(blocks)
             for span in engine.spans:
@@ -139,13 +139,13 @@ class Laws:
             if left:
                 raise Broken(
                     f"credit: {router.name} shows {engine.name} suspect with {len(left)} blocks that no life ever held "
-                    f"({stream.view.reason})"
+                    f"({follower.state.view.reason})"
                 )
 
-    def _judge_age(self, router: Router, engine: Engine, age_s: float, stream: WorkerStream) -> None:
+    def _judge_age(self, router: Router, engine: Engine, age_s: float, follower: Follower) -> None:
         if age_s > AGE_S:
             raise Broken(
-                f"age: {router.name} shows {engine.name} live at seq {stream.record.shown.seq}, {age_s:.1f} s behind"
+                f"age: {router.name} shows {engine.name} live at seq {follower.state.shown.seq}, {age_s:.1f} s behind"
             )
 
     def _excuse_s(self, router: Router, engine: Engine) -> float:
@@ -182,7 +182,7 @@ class Laws:
             if words[0].upper() != b"XADD" or (worker := self._by_log.get(words[1])) is None or not client:
                 continue
             holder = self._store.node.space.values.get(keys.lease(worker).encode())
-            token = Lease.token_of(holder) if isinstance(holder, bytes) else None
+            token = LeaseValue.token_of(holder) if isinstance(holder, bytes) else None
             writer = next(router for router in self._routers if router.name == client)
             if token not in writer.tokens:
                 self.broken = f"fence: {client} wrote to the log of {worker.worker_id}, whose lease {token} has"
@@ -211,16 +211,14 @@ class Laws:
             followers = []
             for router in self._routers:
                 core = router.core
-                stream = None if core is None else core.registry.streams.get(engine.worker)
-                if stream is None:
+                follower = None if core is None else core.registry.followers.get(engine.worker)
+                if follower is None:
                     return f"followers: {router.name} does not know {engine.name}"
-                if stream.held:
+                if follower.lease.held:
                     followers.append(router.name)
-                if stream.view.state is not StreamState.LIVE:
-                    return (
-                        f"followers: {router.name} shows {engine.name} {stream.view.state.value}: {stream.view.reason}"
-                    )
-                if problem := self._missing(router, engine, stream):
+                if (shown := follower.state.view).state is not StreamState.LIVE:
+                    return f"followers: {router.name} shows {engine.name} {shown.state.value}: {shown.reason}"
+                if problem := self._missing(router, engine, follower):
                     return problem
             if len(followers) != 1:
                 return f"followers: {engine.name} is followed by {' and '.join(followers) or 'nobody'}"
@@ -231,8 +229,8 @@ class Laws:
                     return f"load: {router.name} still counts {burden} for {view.worker.worker_id}"
         return ""
 
-    def _missing(self, router: Router, engine: Engine, stream: WorkerStream) -> str:
-        life, seq = engine.life, stream.record.shown.seq
+    def _missing(self, router: Router, engine: Engine, follower: Follower) -> str:
+        life, seq = engine.life, follower.state.shown.seq
         if life is None or life.held(seq) is None:
             return f"full credit: {router.name} shows {engine.name} at seq {seq}"
         if engine.kind is Kind.PATCHED:

@@ -262,7 +262,7 @@ class World:
 
         def check() -> None:
             if not any(
-                other.core is not None and engine.worker in other.core.registry.streams for other in self.routers
+                other.core is not None and engine.worker in other.core.registry.followers for other in self.routers
             ):
                 self._register(engine, self._clients.choice(self.routers))
             else:
