@@ -129,7 +129,7 @@ async def fill(folder: Path, endpoints: list[str], last_seqs: list[int]) -> None
             redis_rss=redis_after["used_memory_rss"] - redis_before["used_memory_rss"],
             keys=await key_bytes(store),
             mirror=core.mirror_sync.mirror.bytes,
-            copies=sum(stream.ingest.held.blocks.bytes for stream in core.registry.streams.values()),
+            copies=sum(follower.state.ingest.held.blocks.bytes for follower in core.registry.followers.values()),
         )
         await core.stop()
         # Replace the registrations, so that a later `load` does not look for streams that have ended.

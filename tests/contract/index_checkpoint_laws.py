@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.store import keys
-from kvrouter.router.index.store.commit import Commit, Lease
+from kvrouter.router.index.store.commit import Commit, LeaseValue
 from kvrouter.router.index.store.store import IndexStore
 from tests.contract.index_support import (
     APPLIED,
@@ -45,7 +45,7 @@ class Router:
         self.store = store
         self.worker = worker
         self.name = name
-        self.lease = Lease(name, 0)
+        self.lease = LeaseValue(name, 0)
         self.epoch = ""
         self.seq = -1
         self.residency: Residency = {}

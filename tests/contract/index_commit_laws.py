@@ -11,7 +11,7 @@ import pytest
 
 from kvrouter.router.base.common.checksum import checksum
 from kvrouter.router.index.store import keys
-from kvrouter.router.index.store.commit import Commit, CommitOutcome, Lease
+from kvrouter.router.index.store.commit import Commit, CommitOutcome, LeaseValue
 from kvrouter.router.index.store.log_follower import LogFollower
 from kvrouter.router.index.store.store import IndexStore
 from kvrouter.router.index.store.transactions import Transactions
@@ -182,7 +182,7 @@ class CommitLaws:
         assert await store.leases.release(worker, ME)
         for token in ("a", "b"):
             await store.leases.renew(token, 1, 60)
-        leases: set[Lease] = set()
+        leases: set[LeaseValue] = set()
         landed: dict[int, str] = {}
         refused = 0
 

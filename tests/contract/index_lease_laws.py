@@ -10,7 +10,7 @@ import pytest
 from kvrouter.router.base.common.ids import Place, WorkerKey
 from kvrouter.router.base.redis_client.errors import StoreError
 from kvrouter.router.index.store import keys
-from kvrouter.router.index.store.commit import Commit, CommitOutcome, Head, Lease
+from kvrouter.router.index.store.commit import Commit, CommitOutcome, Head, LeaseValue
 from kvrouter.router.index.store.common_keys import PROBES
 from kvrouter.router.index.store.leases import LOOKS_PER_REQUEST, LeaseLook, Seen
 from kvrouter.router.index.store.store import IndexStore
@@ -36,23 +36,23 @@ class LeaseLaws:
         worker = world.worker()
         await store.leases.renew("a", 1, 60)
         first = await take(store, worker, "a")
-        assert first == Lease("a", 1)
+        assert first == LeaseValue("a", 1)
         assert await take(store, worker, "b") is None
-        assert await store.leases.confirm(worker, Lease("b", 1)) is None
-        assert not await store.leases.release(worker, Lease("b", 1))
+        assert await store.leases.confirm(worker, LeaseValue("b", 1)) is None
+        assert not await store.leases.release(worker, LeaseValue("b", 1))
         assert await store.leases.confirm(worker, first) is not None
         await store.leases.renew("a", 2, 0.05)
         async with asyncio.timeout(WAIT_S):
             while (second := await take(store, worker, "b")) is None:
                 await asyncio.sleep(0.01)
-        assert second == Lease("b", 2)
+        assert second == LeaseValue("b", 2)
         # The old lease stays lost when its router comes back.
         await store.leases.renew("a", 3, 60)
         assert await store.leases.confirm(worker, first) is None
-        assert await take(store, worker, "a") == Lease("a", 3)
+        assert await take(store, worker, "a") == LeaseValue("a", 3)
         assert await take(store, worker, "b") is None
-        assert await store.leases.release(worker, Lease("a", 3))
-        assert await store.leases.confirm(worker, Lease("a", 3)) is None
+        assert await store.leases.release(worker, LeaseValue("a", 3))
+        assert await store.leases.confirm(worker, LeaseValue("a", 3)) is None
         assert world.stored_keys() == {keys.meta(worker), keys.router_lease("a")}
 
     async def test_a_process_that_stood_still_past_its_lease_writes_nothing_once_its_worker_is_taken(
@@ -65,7 +65,7 @@ class LeaseLaws:
                 await asyncio.sleep(0.01)
         # No other router took the worker meanwhile, so the commit is allowed.
         assert await store.commit(Commit(worker, "e1", 0, 0, [change(GPU, (1,))]), ME) is APPLIED
-        assert await take(store, worker, "other") == Lease("other", 2)
+        assert await take(store, worker, "other") == LeaseValue("other", 2)
         before = world.snapshot()
         assert await store.commit(Commit(worker, "e1", 1, 1, [change(GPU, (2,))]), ME) is FENCED
         assert await store.open_epoch(worker, "e2", ME) is FENCED
@@ -87,7 +87,7 @@ class LeaseLaws:
         assert await store.leases.take(worker, "b", is_given_up=is_given_up) is None
         taken = await store.leases.take(worker, "b", is_given_up=is_given_up)
         assert asked == [held.value] * 2
-        assert taken is not None and taken[0] == Lease("b", held.number + 1)
+        assert taken is not None and taken[0] == LeaseValue("b", held.number + 1)
         # Its former holder writes nothing.
         assert await store.open_epoch(worker, "e", held) is CommitOutcome.FENCED
 
@@ -95,7 +95,7 @@ class LeaseLaws:
         self, world: World, monkeypatch: pytest.MonkeyPatch, store: IndexStore
     ) -> None:
         worker = world.worker()
-        assert await take(store, worker, "dead") == Lease("dead", 1)
+        assert await take(store, worker, "dead") == LeaseValue("dead", 1)
         await store.leases.renew("first", 1, 60)
         lives = store.leases._lives
 
@@ -103,7 +103,7 @@ class LeaseLaws:
             """Let the other router take the worker between the look and the taking."""
             lives_now = await lives(token)
             monkeypatch.undo()
-            assert await take(store, worker, "first") == Lease("first", 2)
+            assert await take(store, worker, "first") == LeaseValue("first", 2)
             return lives_now
 
         monkeypatch.setattr(store.leases, "_lives", late)
@@ -136,9 +136,9 @@ class LeaseLaws:
 
     async def test_a_value_that_no_router_writes_keeps_no_worker(self, world: World, store: IndexStore) -> None:
         worker = world.worker()
-        assert await take(store, worker, "a") == Lease("a", 1)
+        assert await take(store, worker, "a") == LeaseValue("a", 1)
         world.raw.set(keys.router_lease("a"), 1)
-        assert await take(store, worker, "b") == Lease("b", 2)
+        assert await take(store, worker, "b") == LeaseValue("b", 2)
 
     async def test_many_workers_are_checked_together(self, world: World, store: IndexStore) -> None:
         workers = [world.worker() for _ in range(LOOKS_PER_REQUEST + 5)]
@@ -146,7 +146,7 @@ class LeaseLaws:
             assert await take(store, worker, "me") == ME
         world.raw.delete(keys.lease(workers[1]))
         world.raw.delete(keys.lease(workers[2]))
-        assert await take(store, workers[2], "other") == Lease("other", 2)
+        assert await take(store, workers[2], "other") == LeaseValue("other", 2)
         looks = [LeaseLook.of(worker) for worker in workers]
         answers = [seen for seen in await store.leases.look(looks) if isinstance(seen, Seen)]
         holders: list[bytes | None] = [ME.value] * len(workers)
@@ -165,7 +165,7 @@ class LeaseLaws:
         for token in ("other", "me"):
             world.raw.delete(keys.lease(worker))
             lease = await take(store, worker, token)
-        assert lease == Lease("me", 3)
+        assert lease == LeaseValue("me", 3)
         before = world.snapshot()
         stale = Commit(worker, "e1", 0, 0, [change(GPU, (1,))])
         assert await store.commit(stale, ME) is FENCED
@@ -181,7 +181,7 @@ class LeaseLaws:
     async def test_lease_numbers_grow_although_the_store_lost_them(self, world: World, store: IndexStore) -> None:
         worker = await world.owned(store)
         world.raw.flushall()
-        assert await take(store, worker, "me", above=ME.number) == Lease("me", 2)
+        assert await take(store, worker, "me", above=ME.number) == LeaseValue("me", 2)
         assert await store.open_epoch(worker, "e1", ME) is FENCED
 
     async def test_every_router_sees_the_heartbeats_of_all(self, world: World, store: IndexStore) -> None:

@@ -17,14 +17,14 @@ from kvrouter.router.base.common.ids import Place, WorkerKey
 from kvrouter.router.base.common.task_supervisor import TaskSupervisor
 from kvrouter.router.index.ingest.net_changes import ResidencyDelta
 from kvrouter.router.index.store.checkpoint import Checkpoint
-from kvrouter.router.index.store.commit import CommitOutcome, Lease
+from kvrouter.router.index.store.commit import CommitOutcome, LeaseValue
 from kvrouter.router.index.store.log_entry import LogEntry
 from kvrouter.router.index.store.log_follower import LogFollower
 from kvrouter.router.index.store.store import IndexStore
 
 APPLIED, FENCED, STALE = CommitOutcome.APPLIED, CommitOutcome.FENCED, CommitOutcome.STALE
 # The lease that `World.owned` takes, which is the worker's first; and a lease that no router has.
-ME, OTHER = Lease("me", 1), Lease("other", 1)
+ME, OTHER = LeaseValue("me", 1), LeaseValue("other", 1)
 GPU, CPU, DISK = Place(0, "GPU"), Place(1, "CPU"), Place(None, "STORAGE", "fs:{}\n")
 PLACES = (GPU, CPU, DISK)
 HOSTILE = ["m}{m", "a/b:c\r\nDEL x", "", "{}", "ä\ud800", "x@1", "w" * 300]
@@ -66,7 +66,7 @@ def supervisor() -> TaskSupervisor:
     return TaskSupervisor(clock=time.monotonic, rng=random.Random(1))
 
 
-async def take(store: IndexStore, worker: WorkerKey, token: str, *, above: int = 0) -> Lease | None:
+async def take(store: IndexStore, worker: WorkerKey, token: str, *, above: int = 0) -> LeaseValue | None:
     """Take a worker's lease, and return only the lease."""
     taken = await store.leases.take(worker, token, above=above)
     return None if taken is None else taken[0]

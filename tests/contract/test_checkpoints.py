@@ -11,7 +11,7 @@ import itertools
 import pytest
 
 from kvrouter.router.app.core.router_core import Core
-from kvrouter.router.follow.streams import commit_loop
+from kvrouter.router.follow.streams import commits
 from kvrouter.router.index.store import checkpoint, keys
 from tests.contract.lead_support import (
     CHAIN,
@@ -54,7 +54,7 @@ async def loaded(core: Core) -> set[int]:
 async def test_a_worker_that_is_quiet_gets_its_checkpoint(
     server: StoreServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commit_loop, "QUIET_S", 0.05)
+    monkeypatch.setattr(commits, "QUIET_S", 0.05)
     async with following(server, engine) as core:
         await until(lambda: is_settled(server) and stored_bytes(server) == 8 * 12, "no checkpoint while quiet")
         engine.publish(*removed(CHAIN[5:]))
@@ -62,7 +62,7 @@ async def test_a_worker_that_is_quiet_gets_its_checkpoint(
         assert is_settled(server)
         assert held_in_store(server) == set(CHAIN[:5]) == await loaded(core)
         assert server.client.hget(META, keys.META_PLACES).startswith(b"g0:GPU=5=")
-        assert not core.registry.streams[WORKER].commits.tail.blocks
+        assert not core.registry.followers[WORKER].commits.tail.blocks
 
 
 async def test_without_quiet_a_long_tail_brings_a_checkpoint_and_a_short_one_does_not(
@@ -91,7 +91,7 @@ async def test_without_quiet_a_long_tail_brings_a_checkpoint_and_a_short_one_doe
     async with router(server, SECOND) as other:
         await until(lambda: is_well(other, 3), "not taken over")
         assert held_in_store(server) == set(CHAIN[:3]) == await loaded(other)
-        tail = other.registry.streams[WORKER].commits.tail
+        tail = other.registry.followers[WORKER].commits.tail
 
         def is_measured() -> bool:
             done, commits = numbers(server)

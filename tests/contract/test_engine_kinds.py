@@ -46,7 +46,7 @@ async def test_an_engine_is_recognised_and_stays_so(url: str, sglang: EngineHttp
         await router.core.register(written_by_hand(sglang))
         await kind_is(router, "sglang")
         await kind_is(other, "sglang")
-        assert router.core.registry.streams[WORKER].profile.engine.name == "sglang"
+        assert router.core.registry.followers[WORKER].state.profile.engine.name == "sglang"
         # An engine that registers itself does so periodically.
         await router.core.register(written_by_hand(sglang))
         assert [registration.engine for registration in router.core.registrations()] == ["sglang"]
@@ -56,10 +56,10 @@ async def test_a_source_does_not_undo_what_was_found(url: str, sglang: EngineHtt
     source = Listed(FILE, f"w={sglang.url}")
     async with routing(url, source, asks_engines=True) as router:
         await kind_is(router, "sglang")
-        epoch = router.core.registry.streams[WORKER]
+        epoch = router.core.registry.followers[WORKER]
         await asyncio.sleep(STILL_S)
         # The stream is the same, so nothing was registered again.
-        assert router.core.registry.streams[WORKER] is epoch
+        assert router.core.registry.followers[WORKER] is epoch
         assert [registration.engine for registration in router.core.registrations()] == ["sglang"]
 
 
@@ -68,7 +68,7 @@ async def test_another_engine_at_the_same_place_is_named(url: str, sglang: Engin
         stated = msgspec.structs.replace(written_by_hand(sglang), engine="vllm")
         await router.core.register(stated)
         async with asyncio.timeout(TIMEOUT_S):
-            while "its HTTP is SGLang's" not in router.core.registry.streams[WORKER].note:
+            while "its HTTP is SGLang's" not in router.core.registry.followers[WORKER].state.note:
                 await asyncio.sleep(0.01)
         # The stated kind takes precedence.
         assert [registration.engine for registration in router.core.registrations()] == ["vllm"]

@@ -82,9 +82,9 @@ def test_a_removed_worker_leaves_nothing_behind(
             await core.start()
             await core.register(registration)
             await until_live(core)
-            (stream,) = core.registry.streams.values()
-            references: list[weakref.ref[Any]] = [weakref.ref(stream), weakref.ref(stream.ingest)]
-            del stream
+            (follower,) = core.registry.followers.values()
+            references: list[weakref.ref[Any]] = [weakref.ref(follower), weakref.ref(follower.state.ingest)]
+            del follower
             await core.unregister("gone")
             # Callbacks that wait in the loop keep references for a moment.
             async with asyncio.timeout(TIMEOUT_S):

@@ -19,11 +19,11 @@ import pytest
 from kvrouter.router.app.core.router_core import Core
 from kvrouter.router.base.common.ids import Place, WorkerKey
 from kvrouter.router.follow.fleet.assignment import assign_workers
-from kvrouter.router.follow.streams.commit_loop import MAX_PENDING_BLOCKS
+from kvrouter.router.follow.streams.mirror_lead import MAX_PENDING_BLOCKS
 from kvrouter.router.follow.streams.peer_view import META_STATE_LEASE
 from kvrouter.router.index.ingest.net_changes import NO_HASHES, ResidencyDelta
 from kvrouter.router.index.store import keys
-from kvrouter.router.index.store.commit import Commit, CommitOutcome, Lease
+from kvrouter.router.index.store.commit import Commit, CommitOutcome, LeaseValue
 from kvrouter.router.model.workers.registration import NO_PATCH, Registration
 from kvrouter.router.model.workers.stream_state import CREDITED, StreamState
 from tests.contract.lead_support import (
@@ -53,7 +53,7 @@ async def test_answers_stay_exact_while_the_store_hangs(server: StoreServer, eng
         await until(lambda: first.peers.routers == 2 and second.peers.routers == 2, "they do not see each other")
         mine = assign_workers([WORKER], {FIRST, SECOND}, {})[WORKER]
         follower, other = (first, second) if mine == FIRST else (second, first)
-        await until(lambda: follower.registry.streams[WORKER].held, "the worker is not handed over")
+        await until(lambda: follower.registry.followers[WORKER].lease.held, "the worker is not handed over")
         await until(lambda: is_well(first, 12) and is_well(second, 12), "not both are well")
         server.stop()
         stopped_s = time.monotonic()
@@ -92,13 +92,13 @@ async def test_a_router_that_stops_leaves_nothing_unwritten(
         if on_its_way:
             server.stop()
             gone = engine.publish(*removed(CHAIN[9:]))
-            stream = core.registry.streams[WORKER]
+            follower = core.registry.followers[WORKER]
             # The commit waits for the store, and no longer in the backlog.
             await until(
                 lambda: (
-                    stream.record.shown.seq == gone
-                    and stream.commits.unwritten_s
-                    and not stream.commits.unwritten_blocks
+                    follower.state.shown.seq == gone
+                    and follower.commits.unwritten_s
+                    and not follower.commits.unwritten_blocks
                 ),
                 "nothing is sent",
             )
@@ -130,16 +130,16 @@ async def test_a_backlog_beyond_its_bound_rewrites_the_epoch(
         seq = engine.publish(*removed(CHAIN[6:]))
         await until(lambda: status(core).seq == seq, "the removals are not taken in", 5.0)
         assert reused(core) == 6 and status(core).state == "live"
-        stream = core.registry.streams[WORKER]
+        follower = core.registry.followers[WORKER]
         # The backlog was given up, so not even the removals wait.
-        assert stream.commits.unwritten_s and not stream.commits.unwritten_blocks
+        assert follower.commits.unwritten_s and not follower.commits.unwritten_blocks
         mirrored = core.mirror_sync.mirror.worker(WORKER)
         assert mirrored is not None
         slots = list(mirrored.slots)
         server.start() if away == "killed" else server.resume()
         await until(lambda: is_well(core, 6), "not well again")
         await until(lambda: held_in_store(server) == {*CHAIN[:6], *others}, "the store lacks what was rewritten")
-        assert status(core).epoch != epoch and not stream.commits.unwritten_blocks
+        assert status(core).epoch != epoch and not follower.commits.unwritten_blocks
         # The mirror's table is the same, and only the name of the epoch changed.
         mirrored = core.mirror_sync.mirror.worker(WORKER)
         assert mirrored is not None and mirrored.slots == slots
@@ -151,15 +151,17 @@ async def test_a_backlog_beyond_its_bound_rewrites_the_epoch(
 async def test_another_key_of_an_engine_keeps_its_stream_and_its_index(server: StoreServer, engine: FakeEngine) -> None:
     async with following(server, engine) as core, router(server, SECOND) as second:
         await until(lambda: is_well(second, 12), "the worker is not live in the second router")
-        streams, epoch = [member.registry.streams[WORKER] for member in (core, second)], status(core).epoch
+        followers, epoch = [member.registry.followers[WORKER] for member in (core, second)], status(core).epoch
         # The registration has no URL, so no key is sent; a proxied engine has one.
-        await core.register(msgspec.structs.replace(streams[0].registration, engine_key="team"))
+        await core.register(msgspec.structs.replace(followers[0].state.registration, engine_key="team"))
 
         def named() -> bool:
-            return all(member.registry.streams[WORKER].registration.engine_key == "team" for member in (core, second))
+            return all(
+                member.registry.followers[WORKER].state.registration.engine_key == "team" for member in (core, second)
+            )
 
         await until(named, "the key's name does not arrive")
-        assert [member.registry.streams[WORKER] for member in (core, second)] == streams
+        assert [member.registry.followers[WORKER] for member in (core, second)] == followers
         assert status(core).epoch == epoch and is_well(core, 12) and is_well(second, 12)
 
 
@@ -178,7 +180,7 @@ async def test_a_lost_lease_ends_the_lead(server: StoreServer, engine: FakeEngin
         with pytest.raises(RuntimeError, match="not led here"):
             core.mirror_sync.change(WORKER, [ResidencyDelta(Place(0, "GPU"), NO_HASHES, NO_HASHES)])
         gone = np.array(CHAIN[3:], np.uint64)
-        lease = Lease(SECOND, number)
+        lease = LeaseValue(SECOND, number)
         seq = engine.publish(*removed(CHAIN[3:]))
         change = ResidencyDelta(Place(0, "GPU"), NO_HASHES, gone)
         assert await core._store.commit(Commit(WORKER, row.epoch, seq, seq, [change]), lease) is CommitOutcome.APPLIED
@@ -214,14 +216,14 @@ async def test_the_problem_of_an_idle_worker_ends_with_that_of_the_store(
 ) -> None:
     async with following(server, engine) as core:
         await until(lambda: server.client.hget(keys.meta(WORKER), "state") == b"live", "its state is not stored")
-        stream = core.registry.streams[WORKER]
+        follower = core.registry.followers[WORKER]
         server.stop()
         try:
-            await until(lambda: stream.problem is not None, "a store that hangs is not noticed")
+            await until(lambda: follower.state.problem is not None, "a store that hangs is not noticed")
         finally:
             server.resume()
         # The engine publishes nothing, so there is nothing new to write.
-        await until(lambda: stream.problem is None, "a store that answers again is not noticed")
+        await until(lambda: follower.state.problem is None, "a store that answers again is not noticed")
         assert is_well(core, 12)
 
 
@@ -259,7 +261,7 @@ async def test_the_state_of_a_dead_router_is_in_doubt_until_proven(
             assert not [entry for entry in seen if entry[1] is StreamState.LIVE and entry[3] > 1], seen
         else:
             # The very next batch proves the blocks, and nothing before it.
-            await until(lambda: core.registry.streams[WORKER].held, "the worker is not followed")
+            await until(lambda: core.registry.followers[WORKER].lease.held, "the worker is not followed")
             while not seen or seen[-1][1] is not StreamState.LIVE:
                 assert all(state is not StreamState.LIVE for _, state, _, _ in seen)
                 engine.publish(stored(TOKENS, 0, 1))
@@ -277,8 +279,10 @@ async def test_returned_credit_reaches_the_other_routers(server: StoreServer, en
         await until(lambda: [*second.statuses()] and is_well(first, 12) and is_well(second, 12), "not both are well")
         # Two workers on one event endpoint contradict each other.
         await first.register(Registration(WorkerKey("m2", "other"), events=engine.endpoint, patch=NO_PATCH))
-        follower = first if first.registry.streams[WORKER].held else second
-        await until(lambda: follower.registry.streams[WORKER].view.state is StreamState.MISMATCHED, "no contradiction")
+        follower = first if first.registry.followers[WORKER].lease.held else second
+        await until(
+            lambda: follower.registry.followers[WORKER].state.view.state is StreamState.MISMATCHED, "no contradiction"
+        )
         stored_credit = functools.partial(server.client.hget, keys.meta(WORKER), "credited")
         await until(lambda: stored_credit() == b"0", "the other routers do not learn of it")
         await first.unregister("other")

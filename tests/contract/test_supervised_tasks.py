@@ -75,7 +75,7 @@ class Stage:
 
     def read_here(self) -> list[str]:
         """Return the workers whose logs `core` reads."""
-        return [key.worker_id for key, stream in self.core.registry.streams.items() if not stream.held]
+        return [key.worker_id for key, follower in self.core.registry.followers.items() if not follower.lease.held]
 
 
 def staged(body: Callable[[Stage], Awaitable[None]], url: str) -> None:

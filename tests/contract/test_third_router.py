@@ -14,7 +14,7 @@ import pytest
 
 from kvrouter.router.app.core.router_core import Core
 from kvrouter.router.follow.fleet.assignment import assign_workers
-from kvrouter.router.follow.streams import source_switch
+from kvrouter.router.follow.streams import event_source
 from kvrouter.router.follow.streams.peer_view import META_STATE_LEASE, state_fields
 from kvrouter.router.index.ingest.worker_profile import META_REPORT_EPOCH
 from kvrouter.router.index.store import keys
@@ -76,7 +76,7 @@ async def test_a_follower_that_finds_no_engine_does_not_keep_the_dead_routers_wo
     The next router takes the lease, greets the engine, gives up, and begins again.
     """
     # In this time, four heartbeats report that the router follows the worker.
-    monkeypatch.setattr(source_switch, "GREET_KNOWN_S", 1.0)
+    monkeypatch.setattr(event_source, "GREET_KNOWN_S", 1.0)
     seen: list[tuple[StreamState, bool]] = []
 
     def watch(core: Core) -> None:
@@ -96,11 +96,11 @@ async def test_a_follower_that_finds_no_engine_does_not_keep_the_dead_routers_wo
         first = await stack.enter_async_context(router(server, follower))
         await first.register(Registration(WORKER, patch=f"tcp://127.0.0.1:{free_port()}"))
         second = await stack.enter_async_context(router(server, third, watch))
-        await until(lambda: WORKER in second.registry.streams, "the registration is not known at the other")
+        await until(lambda: WORKER in second.registry.followers, "the registration is not known at the other")
         await until(lambda: first.peers.routers == 2 and second.peers.routers == 2, "they do not see each other")
         await until(lambda: any(credited for _, credited in seen), "what is stored is not shown")
         await until(lambda: reused(second) == 0, "doubt is credited for ever")
-        assert not second.registry.streams[WORKER].held
+        assert not second.registry.followers[WORKER].lease.held
         withdrawn, before = len(seen), lease()
         await until(lambda: lease() >= before + GIVE_UPS, "the follower does not try again")
         assert not [state for state, _ in seen if state is StreamState.LIVE], "the dead router's word"
@@ -115,11 +115,11 @@ async def test_a_router_that_hears_the_follower_and_not_its_log_is_in_doubt_unti
     async with router(server, FIRST) as first, router(server, SECOND) as second:
         await until(lambda: first.peers.routers == 2 and second.peers.routers == 2, "they do not see each other")
         await first.register(registration(engine))
-        await until(lambda: WORKER in second.registry.streams, "the registration is not known at the other")
+        await until(lambda: WORKER in second.registry.followers, "the registration is not known at the other")
         engine.publish(stored(TOKENS, 0, 12))
         await until(lambda: is_well(first, 12) and is_well(second, 12), "not both are well")
         follower, third = apart(first, second)
-        assert follower.registry.streams[WORKER].held and not third.registry.streams[WORKER].held
+        assert follower.registry.followers[WORKER].lease.held and not third.registry.followers[WORKER].lease.held
         # Hold the log back as a slow connection to the store would; heartbeats come over another one.
         gate, sync = asyncio.Event(), third.mirror_sync
 

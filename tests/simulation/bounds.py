@@ -68,21 +68,21 @@ def problem_of_tables(router: Router, workers: int, processes: int) -> str:
     return ""
 
 
-def problem_of_streams(router: Router) -> str:
+def problem_of_followers(router: Router) -> str:
     """Return whether objects of workers that are no longer followed are left, or ""."""
     assert router.core is not None
-    streams = router.core.registry.streams.values()
-    kinds = {type(stream) for stream in streams}
+    followers = router.core.registry.followers.values()
+    kinds = {type(follower) for follower in followers}
 
     def count() -> int:
         return sum(
-            type(thing) in kinds and thing._services.token == router.token and thing not in streams
+            type(thing) in kinds and thing._services.token == router.token and thing not in followers
             for thing in gc.get_objects()
         )
 
     # No collection has run in the world.
     if count() and gc.collect() and (left := count()):
-        return f"bounds: {router.name} keeps {left} streams of workers that it no longer has"
+        return f"bounds: {router.name} keeps {left} followers of workers that it no longer has"
     return ""
 
 

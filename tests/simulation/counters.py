@@ -134,7 +134,7 @@ def problem_of_gauges(router: Router, routers: int) -> str:
         return ""
     for measure in registry._measures:
         process.run(measure)
-    held = sum(stream.held for stream in core.registry.streams.values())
+    held = sum(follower.lease.held for follower in core.registry.followers.values())
     expected = {"store_up": 1, "routers": routers, "load_routers": routers, "load_known": 1, "leases_held": held,
                 "reservations_held": 0}  # fmt: skip
     for name, value in expected.items():
@@ -146,9 +146,9 @@ def problem_of_gauges(router: Router, routers: int) -> str:
 def _batches(router: Router, engine: Engine, lines: Sequence[str]) -> Iterator[str]:
     """Judge the batches of an engine that the router followed once and without a gap: it took in none twice."""
     core, registry = router.core, router.registries[router.token]
-    stream = None if core is None else core.registry.streams.get(engine.worker)
+    follower = None if core is None else core.registry.followers.get(engine.worker)
     held = sum(line.startswith(HELD) and f"worker_id='{engine.worker.worker_id}'" in line for line in lines)
-    if stream is None or not stream.held or held != 1:
+    if follower is None or not follower.lease.held or held != 1:
         return
     model, name = registry.worker_labels(engine.worker)
 

@@ -81,7 +81,7 @@ UNMEETABLE = (
     Unmet("patch", "", "", _NO_STREAM),
     Unmet("patch+key", "", "", _NO_STREAM),
     Unmet("events+patch+key", "", "", _NO_KEY),
-    Unmet("", Phase.UNFED, "", "only a worker without any stream is held unfed"),
+    Unmet("", Phase.UNFED, "", "only a worker without any follower is held unfed"),
     Unmet("events", Phase.REPORTS, "", _NO_PATCH),
     Unmet("events", Phase.LOOKING, Event.PATCH_ANSWERED, _NO_PATCH),
     Unmet("events", Phase.STOCK, Event.SOURCE_CHANGED, _NO_PATCH),
@@ -186,12 +186,12 @@ class Observer:
         if process is None or core is None:
             yield f"phase {NO_PROCESS if process is None else STARTING}"
             return
-        stream = core.registry.streams.get(engine.worker)
-        if stream is None:
+        follower = core.registry.followers.get(engine.worker)
+        if follower is None:
             yield f"phase {UNKNOWN_WORKER}"
             return
-        yield f"phase {self._phases.get((process, _address(stream.registration)), Phase.WAITING).value}"
-        yield f"shown {stream.view.state.value}"
+        yield f"phase {self._phases.get((process, _address(follower.state.registration)), Phase.WAITING).value}"
+        yield f"shown {follower.state.view.state.value}"
 
     # -- at the end
 
@@ -254,7 +254,7 @@ def unmet_reason(transition: Transition) -> str:
 
 # The states of a pair that no world can meet, and why.
 UNMEETABLE_STATES = {
-    f"phase {Phase.UNFED.value}": "only a worker without any stream is held unfed",
+    f"phase {Phase.UNFED.value}": "only a worker without any follower is held unfed",
     f"shown {StreamState.MISMATCHED.value}": "no simulated registration contradicts its engine",
 }
 PAIRED_STATES = (

@@ -30,12 +30,12 @@ from typing import Any
 import numpy as np
 
 from kvrouter.router.base.common.ids import Place, WorkerKey
-from kvrouter.router.follow.streams.worker_stream import WorkerStream
+from kvrouter.router.follow.streams.follower import Follower
 from kvrouter.router.index.matching.question import Question
 from kvrouter.router.index.store import keys
-from kvrouter.router.index.store.commit import Lease
+from kvrouter.router.index.store.commit import LeaseValue
 from kvrouter.router.model.workers.stream_state import StreamState
-from tests.simulation.bounds import problem_of_numbers, problem_of_streams, problem_of_tables
+from tests.simulation.bounds import problem_of_followers, problem_of_numbers, problem_of_tables
 from tests.simulation.counters import problem_of_counters, problem_of_gauges
 from tests.simulation.engine import MODEL, Engine, Kind, LifeSpan
 from tests.simulation.router import Router
@@ -116,29 +116,29 @@ class Laws:
         core = router.core
         if core is None or not router.answers:
             return
-        for worker, stream in core.registry.streams.items():
-            view, shown = stream.view, stream.record.shown
+        for worker, follower in core.registry.followers.items():
+            view, shown = follower.state.view, follower.state.shown
             key = (router.name, worker)
             now = (view, shown.epoch, shown.seq)
             before = self._judged.get(key)
             if whole or before is None or before[0] is not view or before[1:] != now[1:]:
                 self._judged[key] = now
                 if worker in self._engines:
-                    self._judge_worker(router, self._engines[worker], stream)
+                    self._judge_worker(router, self._engines[worker], follower)
 
-    def _judge_worker(self, router: Router, engine: Engine, stream: WorkerStream) -> None:
-        view, seq = stream.view, stream.record.shown.seq
+    def _judge_worker(self, router: Router, engine: Engine, follower: Follower) -> None:
+        view, seq = follower.state.view, follower.state.shown.seq
         self.judgements += 1
         self.states[view.state.value] = self.states.get(view.state.value, 0) + 1
-        if stream.held:
-            self._followed.show(engine.worker, stream.record.shown.epoch, seq)
+        if follower.lease.held:
+            self._followed.show(engine.worker, follower.state.shown.epoch, seq)
         elif view.state is StreamState.LIVE:
-            self._judge_lag(router, engine, stream)
+            self._judge_lag(router, engine, follower)
         if not view.credited:
             return
         shown = credited(router, engine.worker)
         if view.state is StreamState.SUSPECT:
-            self._judge_suspect(router, engine, stream, shown)
+            self._judge_suspect(router, engine, follower, shown)
             return
         fits: list[LifeSpan] = []
         for span in reversed(engine.spans):
@@ -153,9 +153,9 @@ class Laws:
             )
         # A plain engine's reader learns of a lost batch only from the next one, and of none before its first.
         if view.state is StreamState.LIVE and fits and engine.kind is not Kind.PLAIN and seq is not None:
-            self._judge_age(router, engine, min(self._age_s(router, engine, span, seq) for span in fits), stream)
+            self._judge_age(router, engine, min(self._age_s(router, engine, span, seq) for span in fits), follower)
 
-    def _judge_suspect(self, router: Router, engine: Engine, stream: WorkerStream, shown: Held) -> None:
+    def _judge_suspect(self, router: Router, engine: Engine, follower: Follower, shown: Held) -> None:
         for place, blocks in shown.items():
             left = set(blocks)
             for span in engine.spans:
@@ -166,17 +166,17 @@ class Laws:
             if left:
                 raise Broken(
                     f"credit: {router.name} shows {engine.name} suspect with {len(left)} blocks that no life ever held "
-                    f"({stream.view.reason})"
+                    f"({follower.state.view.reason})"
                 )
 
-    def _judge_age(self, router: Router, engine: Engine, age_s: float, stream: WorkerStream) -> None:
+    def _judge_age(self, router: Router, engine: Engine, age_s: float, follower: Follower) -> None:
         if age_s > AGE_S:
             raise Broken(
-                f"age: {router.name} shows {engine.name} live at seq {stream.record.shown.seq}, {age_s:.1f} s behind"
+                f"age: {router.name} shows {engine.name} live at seq {follower.state.shown.seq}, {age_s:.1f} s behind"
             )
 
-    def _judge_lag(self, router: Router, engine: Engine, stream: WorkerStream) -> None:
-        shown = stream.record.shown
+    def _judge_lag(self, router: Router, engine: Engine, follower: Follower) -> None:
+        shown = follower.state.shown
         lag_s = self._followed.lag_s(engine.worker, shown.epoch, shown.seq, router.resumed_s + RESUMED_S)
         self.most_lag_s = max(self.most_lag_s, lag_s)
         if lag_s > LAG_S:
@@ -221,7 +221,7 @@ class Laws:
             if words[0].upper() != b"XADD" or (worker := self._by_log.get(words[1])) is None or not client:
                 continue
             holder = self._store.node.space.values.get(keys.lease(worker).encode())
-            token = Lease.token_of(holder) if isinstance(holder, bytes) else None
+            token = LeaseValue.token_of(holder) if isinstance(holder, bytes) else None
             writer = next(router for router in self._routers if router.name == client)
             if token not in writer.tokens:
                 self.broken = f"fence: {client} wrote to the log of {worker.worker_id}, whose lease {token} has"
@@ -244,10 +244,10 @@ class Laws:
             shown: dict[tuple[str | None, int | None], tuple[Router, Held, int | None]] = {}
             for router in able:
                 assert router.core is not None and router.process is not None
-                stream = router.core.registry.streams.get(engine.worker)
-                if stream is None or stream.view.state is not StreamState.LIVE:
+                follower = router.core.registry.followers.get(engine.worker)
+                if follower is None or follower.state.view.state is not StreamState.LIVE:
                     continue
-                position = stream.record.shown.epoch, stream.record.shown.seq
+                position = follower.state.shown.epoch, follower.state.shown.seq
                 hits = {hit.worker: hit.tokens for hit in router.process.run(router.core.ask, question)}
                 # Only some routers may know yet that a worker drains, which has no hits then.
                 blocks, hit = credited(router, engine.worker), hits.get(engine.worker)
@@ -269,7 +269,7 @@ class Laws:
     def unfollowed(self) -> str:
         """Return which worker has no follower, or more than one, or ""."""
         for engine in self._engines.values():
-            followers = [router.name for router, stream in self._streams(engine) if stream.held]
+            followers = [router.name for router, follower in self._followers_of(engine) if follower.lease.held]
             if len(followers) != 1:
                 return f"followers: {engine.name} is followed by {' and '.join(followers) or 'nobody'}"
         return ""
@@ -283,31 +283,29 @@ class Laws:
             return ""
         shares = Counter({router.name: 0 for router in self._routers})
         for engine in self._engines.values():
-            shares.update(router.name for router, stream in self._streams(engine) if stream.held)
+            shares.update(router.name for router, follower in self._followers_of(engine) if follower.lease.held)
         if max(shares.values()) - min(shares.values()) > 1:
             return f"shares: routers follow {dict(shares)} workers"
         return ""
 
-    def _streams(self, engine: Engine) -> Iterator[tuple[Router, WorkerStream]]:
-        """Yield each live router that knows the engine's worker, and its stream."""
+    def _followers_of(self, engine: Engine) -> Iterator[tuple[Router, Follower]]:
+        """Yield each live router that knows the engine's worker, and its follower."""
         for router in self._routers:
-            stream = None if router.core is None else router.core.registry.streams.get(engine.worker)
-            if stream is not None:
-                yield router, stream
+            follower = None if router.core is None else router.core.registry.followers.get(engine.worker)
+            if follower is not None:
+                yield router, follower
 
     def unfinished(self) -> str:
         """Return what is still wrong in the quiet, or ""."""
         for engine in self._engines.values():
             for router in self._routers:
                 core = router.core
-                stream = None if core is None else core.registry.streams.get(engine.worker)
-                if stream is None:
+                follower = None if core is None else core.registry.followers.get(engine.worker)
+                if follower is None:
                     return f"followers: {router.name} does not know {engine.name}"
-                if stream.view.state is not StreamState.LIVE:
-                    return (
-                        f"followers: {router.name} shows {engine.name} {stream.view.state.value}: {stream.view.reason}"
-                    )
-                if problem := self._missing(router, engine, stream):
+                if (view := follower.state.view).state is not StreamState.LIVE:
+                    return f"followers: {router.name} shows {engine.name} {view.state.value}: {view.reason}"
+                if problem := self._missing(router, engine, follower):
                     return problem
         if problem := self.unfollowed() or self.uneven():
             return problem
@@ -329,14 +327,14 @@ class Laws:
         if problem := problem_of_counters(self._routers, self._engines, reserved, self._written, history):
             raise Broken(problem)
 
-    def judge_streams(self) -> None:
+    def judge_followers(self) -> None:
         """Check that no router keeps what it had of workers that are gone."""
         for router in self._routers:
-            if problem := problem_of_streams(router):
+            if problem := problem_of_followers(router):
                 raise Broken(problem)
 
-    def _missing(self, router: Router, engine: Engine, stream: WorkerStream) -> str:
-        life, seq = engine.life, stream.record.shown.seq
+    def _missing(self, router: Router, engine: Engine, follower: Follower) -> str:
+        life, seq = engine.life, follower.state.shown.seq
         if life is None or life.held(seq) is None:
             return f"full credit: {router.name} shows {engine.name} at seq {seq}"
         if engine.kind is Kind.PATCHED:

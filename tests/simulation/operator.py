@@ -140,14 +140,16 @@ class Operator:
             worker = wish.engine.worker
             try:
                 if self._has_lists:
-                    stream = core.registry.streams.get(worker)
-                    if wish.is_wanted and stream is None:
+                    follower = core.registry.followers.get(worker)
+                    if wish.is_wanted and follower is None:
                         # The list was not read yet.
                         self._loop.after(RETRY_S, lambda: self._tell(wish, number))
                         is_answered = True
                         return
-                    if stream is not None:
-                        await core.register(msgspec.structs.replace(stream.registration, draining=wish.is_draining))
+                    if follower is not None:
+                        await core.register(
+                            msgspec.structs.replace(follower.state.registration, draining=wish.is_draining)
+                        )
                 elif wish.is_wanted:
                     await core.register(wish.registration)
                 else:
@@ -170,7 +172,9 @@ class Operator:
     def look_always(self) -> None:
         """Register workers again that no router knows."""
         for worker, wish in self.wishes.items():
-            known = any(router.core is not None and worker in router.core.registry.streams for router in self._routers)
+            known = any(
+                router.core is not None and worker in router.core.registry.followers for router in self._routers
+            )
             if wish.is_wanted and not known and wish.acknowledged == wish.number and not self._has_lists:
                 wish.number += 1
                 wish.endings += 1
@@ -187,14 +191,14 @@ class Operator:
         for worker, wish in self.wishes.items():
             for router in self._routers:
                 core = router.core
-                stream = None if core is None else core.registry.streams.get(worker)
-                if stream is None and wish.is_wanted:
+                follower = None if core is None else core.registry.followers.get(worker)
+                if follower is None and wish.is_wanted:
                     return f"registrations: {router.name} does not know {wish.engine.name}"
-                if stream is None:
+                if follower is None:
                     continue
                 if not wish.is_wanted:
                     return f"registrations: {router.name} knows {wish.engine.name}, which was removed"
-                shown, wanted = stream.registration, wish.registration
+                shown, wanted = follower.state.registration, wish.registration
                 if (shown.events, shown.url, shown.draining) != (wanted.events, wanted.url, wanted.draining):
                     return f"registrations: {router.name} has {shown}, not {wanted}"
         return ""

@@ -16,7 +16,7 @@ from kvrouter.router.base.redis_client.connection import RESPONSE_TIMEOUT_S, Con
 from kvrouter.router.base.redis_client.errors import ReplyError, StoreUnavailable
 from kvrouter.router.base.redis_client.resp import command
 from kvrouter.router.base.redis_client.servers import Servers
-from kvrouter.router.index.store.commit import Commit, CommitOutcome, Lease
+from kvrouter.router.index.store.commit import Commit, CommitOutcome, LeaseValue
 from kvrouter.router.index.store.log_entry import LogEntry
 from kvrouter.router.index.store.log_follower import LogFollower, StoreBack, StoreLost
 from kvrouter.router.index.store.store import IndexStore
@@ -50,7 +50,7 @@ async def run(servers: Servers, *words: str | bytes | int) -> Any:
     return reply
 
 
-async def worker_of(index: IndexStore, token: str = "a") -> Lease:
+async def worker_of(index: IndexStore, token: str = "a") -> LeaseValue:
     """Lease WORKER and open its first epoch."""
     taken = await index.leases.take(WORKER, token)
     assert taken is not None

@@ -239,7 +239,7 @@ class World:
         self._wait(self.operator.unfinished, KNOWN_S)
         self.operator.want(worker, is_wanted=False)
         self._wait(self.operator.unfinished, KNOWN_S)
-        self.laws.judge_streams()
+        self.laws.judge_followers()
 
     def _wait(self, unfinished: Callable[[], str], most_s: float) -> None:
         """Run until nothing is unfinished. Raises Broken if that takes too long."""
@@ -267,13 +267,13 @@ class World:
         """
         for engine in self.engines:
             cores = [router.core for router in self.routers]
-            streams = [None if core is None else core.registry.streams.get(engine.worker) for core in cores]
+            followers = [None if core is None else core.registry.followers.get(engine.worker) for core in cores]
             epochs = tuple(
-                stream.record.shown.epoch
-                for stream in streams
-                if stream is not None and stream.view.state is StreamState.LIVE
+                follower.state.shown.epoch
+                for follower in followers
+                if follower is not None and follower.state.view.state is StreamState.LIVE
             )
-            if len(epochs) < len(streams) or epochs != engine.followed:
+            if len(epochs) < len(followers) or epochs != engine.followed:
                 engine.followed = epochs
                 engine.first_quiet = 0 if engine.life is None else engine.life.next_seq
 

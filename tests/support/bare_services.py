@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from kvrouter.events.transport.permits import Permits
+from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.common.task_supervisor import TaskSupervisor
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.follow.feed.event_feed import EventFeed
@@ -27,7 +28,9 @@ def bare_feed(clock: Callable[[], float], metrics: WatchMetrics | None = None) -
     return EventFeed(life="life", wall_clock=clock, metrics=metrics or WatchMetrics(MetricRegistry()))
 
 
-def bare_services(clock: Callable[[], float], http: Any = None) -> StreamServices:
+def bare_services(
+    clock: Callable[[], float], http: Any = None, view_changed: Callable[[WorkerKey], None] = lambda worker: None
+) -> StreamServices:
     rng = random.Random(1)
     return StreamServices(
         store=cast(Any, None),
@@ -47,4 +50,8 @@ def bare_services(clock: Callable[[], float], http: Any = None) -> StreamService
         supervisor=TaskSupervisor(clock=clock, rng=rng),
         mirror=cast(Any, None),
         feed=bare_feed(clock),
+        mine=lambda worker: True,
+        disowns=lambda token, worker, since_s: False,
+        view_changed=view_changed,
+        engine_load=lambda worker, load: None,
     )

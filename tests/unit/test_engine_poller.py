@@ -11,7 +11,7 @@ import pytest
 
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.follow.streams.engine_poller import POLLS_AT_ONCE, TIMEOUT_S, EnginePoller
-from kvrouter.router.follow.streams.worker_record import WorkerRecord
+from kvrouter.router.follow.streams.worker_state import WorkerState
 from kvrouter.router.model.upstream.failure import Failure, Kind
 from kvrouter.router.model.upstream.origin import Target
 from kvrouter.router.model.workers.registration import Registration
@@ -32,10 +32,10 @@ class Stage:
         await self._poll()
         return 404, b""
 
-    def poller(self, name: str) -> tuple[EnginePoller, WorkerRecord]:
+    def poller(self, name: str) -> tuple[EnginePoller, WorkerState]:
         registration = Registration(WorkerKey("m", name), "tcp://h:1", url=f"http://{name}:8000")
-        record = WorkerRecord(registration, self.services, lambda: None)
-        return EnginePoller(record, cast(Any, None), self.services, lambda said: None), record
+        state = WorkerState(registration, self.services)
+        return EnginePoller(state, cast(Any, None), self.services), state
 
 
 @pytest.mark.parametrize("late_s", [0.0, 3.0], ids=["the engine is slow", "the router is slow"])
@@ -55,10 +55,10 @@ async def test_a_slow_router_never_marks_an_engine_down(late_s: float) -> None:
             raise TimeoutError
 
     stage = Stage(poll)
-    poller, record = stage.poller("w")
+    poller, state = stage.poller("w")
     task = asyncio.ensure_future(poller.run())
     await asyncio.gather(task, return_exceptions=True)
-    assert (record.ingest.state is StreamState.DOWN) == (not late_s)
+    assert (state.ingest.state is StreamState.DOWN) == (not late_s)
     assert stage.metrics.polls_unjudged.labels().value == (48 if late_s else 0)
 
 
@@ -100,7 +100,7 @@ async def test_an_engine_that_was_away_when_a_hold_ended_is_seen_to_be_back_unde
             raise Failure(Kind.REFUSED, "refused") from ConnectionRefusedError()
 
     stage = Stage(poll)
-    poller, record = stage.poller("w")
+    poller, state = stage.poller("w")
     states = []
     # The second run has another lease, or follows the other stream.
     for left in (answered, 20):
@@ -109,6 +109,6 @@ async def test_an_engine_that_was_away_when_a_hold_ended_is_seen_to_be_back_unde
             await asyncio.sleep(0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        record.pause("the hold ended")
-        states.append(record.view.state)
-    assert states == [StreamState.DOWN, StreamState.CONNECTING], record.view.reason
+        state.on_paused("the hold ended")
+        states.append(state.view.state)
+    assert states == [StreamState.DOWN, StreamState.CONNECTING], state.view.reason

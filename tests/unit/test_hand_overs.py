@@ -31,7 +31,7 @@ class TinyRegistry:
     """The workers, as far as hand-overs read them."""
 
     def __init__(self) -> None:
-        self.streams: dict[WorkerKey, Any] = {}
+        self.followers: dict[WorkerKey, Any] = {}
         self.draining: set[WorkerKey] = set()
 
     def add(
@@ -45,7 +45,7 @@ class TinyRegistry:
     ) -> WorkerKey:
         worker = WorkerKey("m", worker_id)
         peer = None if port is None else PeerAddress(HOST, port, exchange, resets, key=key)
-        self.streams[worker] = SimpleNamespace(view=SimpleNamespace(peer=peer, state=state))
+        self.followers[worker] = SimpleNamespace(state=SimpleNamespace(view=SimpleNamespace(peer=peer, state=state)))
         return worker
 
     def drains(self, worker: WorkerKey) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from kvrouter.router.base.redis_client.errors import StoreError, StoreUnavailable
 from kvrouter.router.follow.streams.lease_rounds import LOOKS_PER_TTL, ROUNDS_PER_CYCLE, LeaseRounds
-from kvrouter.router.index.store.commit import Lease
+from kvrouter.router.index.store.commit import LeaseValue
 from kvrouter.router.index.store.leases import LOOKS_PER_REQUEST, LeaseLook, Seen
 
 
@@ -37,7 +37,7 @@ class Leases:
 
 
 class Member:
-    def __init__(self, lease: Lease | None = None) -> None:
+    def __init__(self, lease: LeaseValue | None = None) -> None:
         self.looks = 0
         self.settled = True
         self.lease = lease
@@ -48,13 +48,13 @@ class Member:
         self.looks += 1
         return self.settled
 
-    def offer(self) -> tuple[Lease, LeaseLook] | None:
+    def offer(self) -> tuple[LeaseValue, LeaseLook] | None:
         return None if self.lease is None else (self.lease, cast(Any, self))
 
-    def take_reply(self, lease: Lease, holder: bytes | None, fields: list[bytes | None]) -> None:
+    def take_reply(self, lease: LeaseValue, holder: bytes | None, fields: list[bytes | None]) -> None:
         assert holder == lease.value
 
-    def take_failure(self, lease: Lease, reason: str) -> None:
+    def take_failure(self, lease: LeaseValue, reason: str) -> None:
         assert reason == "away"
         self.failures += 1
 
@@ -98,7 +98,7 @@ async def test_members_are_checked_once_under_each_assignment() -> None:
 async def test_the_store_is_checked_in_turns_and_wholly_after_a_failure() -> None:
     leases = Leases()
     rounds = LeaseRounds(cast(Any, leases), "t", TTL_S, lambda: 0)
-    members = [Member(Lease("t", 1)) for _ in range(2 * LOOKS_PER_REQUEST * ROUNDS_PER_CYCLE + 3)]
+    members = [Member(LeaseValue("t", 1)) for _ in range(2 * LOOKS_PER_REQUEST * ROUNDS_PER_CYCLE + 3)]
     for member in members:
         rounds.join(cast(Any, member))
 

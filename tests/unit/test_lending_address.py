@@ -13,7 +13,7 @@ from kvrouter.events.patch.messages import DeclaredCatalog, DeclaredGroup, PeerA
 from kvrouter.events.vllm.stream_items import Connected
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.follow.streams.peer_view import META_LENDING, PeerView, declared_peer_of
-from kvrouter.router.follow.streams.worker_stream import WorkerStream
+from kvrouter.router.follow.streams.worker_state import WorkerState
 from kvrouter.router.index.store.commit import WorkerImage
 from kvrouter.router.model.workers.lending_address import MAX_HOST_CHARS, lending_address
 from kvrouter.router.model.workers.registration import Registration
@@ -105,40 +105,34 @@ def test_a_declaration_that_no_engine_makes_gives_no_address(wrong: dict[str, An
     assert lending_address(changed(host="a" * MAX_HOST_CHARS), []) is not None
 
 
-def stream_of(rank: int = 0) -> WorkerStream:
-    return WorkerStream(
-        Registration(WorkerKey("m", "w", rank), events="tcp://10.0.0.5:1", url="http://10.0.0.5:80"),
-        bare_services(lambda: 0.0),
-        mine=lambda worker: True,
-        disowns=lambda token, worker, since_s: False,
-        changed=lambda: None,
-        engine_load=lambda said: None,
-    )
+def state_of(rank: int = 0) -> WorkerState:
+    registration = Registration(WorkerKey("m", "w", rank), events="tcp://10.0.0.5:1", url="http://10.0.0.5:80")
+    return WorkerState(registration, bare_services(lambda: 0.0))
 
 
 def test_the_view_of_a_credited_worker_has_the_address_of_its_rank() -> None:
     for rank, port in ((0, 6000), (1, 6001)):
-        stream = stream_of(rank)
-        stream.ingest.apply(Connected(), 0.0)
-        stream.ingest.profile.declare(catalog(changed(host="*", port=port), rank))
-        stream.log_heard(True)
-        assert stream.view.credited and stream.view.peer == changed(host="10.0.0.5", port=port)
+        state = state_of(rank)
+        state.ingest.apply(Connected(), 0.0)
+        state.ingest.profile.declare(catalog(changed(host="*", port=port), rank))
+        state.on_items(0.0)
+        assert state.view.credited and state.view.peer == changed(host="10.0.0.5", port=port)
 
 
 def test_the_view_follows_resets_and_the_loss_of_credit() -> None:
-    stream = stream_of()
-    stream.ingest.profile.declare(catalog(DECLARED))
-    stream.log_heard(True)
-    assert not stream.view.credited and stream.view.peer is None
-    stream.ingest.apply(Connected(), 0.0)
-    stream.log_heard(True)
-    assert stream.view.state is StreamState.LIVE and stream.view.peer == DECLARED
-    stream.ingest.profile.declare(catalog(changed(resets=3)))
-    stream.log_heard(True)
-    assert stream.view.peer == changed(resets=3)
-    stream.ingest.profile.forget_learned()
-    stream.log_heard(True)
-    assert stream.view.peer is None
+    state = state_of()
+    state.ingest.profile.declare(catalog(DECLARED))
+    state.on_items(0.0)
+    assert not state.view.credited and state.view.peer is None
+    state.ingest.apply(Connected(), 0.0)
+    state.on_items(0.0)
+    assert state.view.state is StreamState.LIVE and state.view.peer == DECLARED
+    state.ingest.profile.declare(catalog(changed(resets=3)))
+    state.on_items(0.0)
+    assert state.view.peer == changed(resets=3)
+    state.ingest.profile.forget_learned()
+    state.on_items(0.0)
+    assert state.view.peer is None
 
 
 def test_a_restarted_router_has_the_address() -> None:
@@ -147,14 +141,14 @@ def test_a_restarted_router_has_the_address() -> None:
 
 
 def test_the_other_routers_have_the_address_before_a_block_is_stored() -> None:
-    stream = stream_of()
-    stream.ingest.apply(Connected(), 0.0)
-    stream.ingest.profile.declare(catalog(DECLARED))
-    stream.log_heard(True)
-    view = PeerView(stream.registration, None)
+    state = state_of()
+    state.ingest.apply(Connected(), 0.0)
+    state.ingest.profile.declare(catalog(DECLARED))
+    state.on_items(0.0)
+    view = PeerView(state.registration, None)
     for declared in (DECLARED, changed(resets=3), None):
-        stream.ingest.profile.declare(catalog(declared))
-        view.take_image(WorkerImage(WORKER, "e", None, stream.record.state_fields(), "0-0", 1, {}))
+        state.ingest.profile.declare(catalog(declared))
+        view.take_image(WorkerImage(WORKER, "e", None, state.state_fields(), "0-0", 1, {}))
         assert view.declared_peer == declared
 
 

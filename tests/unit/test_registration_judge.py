@@ -17,7 +17,7 @@ from kvrouter.router.model.workers.registration import Registration
 
 
 class Fleet:
-    """Registry, lists of the engines, and stream of one worker, on a clock.
+    """Registry, lists of the engines, and follower of one worker, on a clock.
 
     The clock stands still, except that a comparison takes `takes_s` of it.
     """
@@ -27,12 +27,12 @@ class Fleet:
         self.now_s = 100.0
         self.judged_at_s: list[float] = []
         self.changed: Callable[[WorkerKey | None], None] = lambda worker: None
-        self.streams: dict[WorkerKey, Any] = {WorkerKey("m", "w0", 0): self}
+        self.followers: dict[WorkerKey, Any] = {WorkerKey("m", "w0", 0): self}
         self.sources: dict[str, Any] = {}
         self.served: dict[str, Any] = {}
         self.kinds: dict[str, Any] = {}
         self.refusing: dict[str, int] = {}
-        self.profile = self.patch = self
+        self.state = self.profile = self.patch = self
         self.epoch = None
 
     def subscribe(self, members: Callable[[WorkerKey | None], None]) -> None:

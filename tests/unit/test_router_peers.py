@@ -20,9 +20,10 @@ from kvrouter.router.follow.fleet.membership import HEARD_S
 from kvrouter.router.follow.fleet.router_peers import Claims, RouterPeers
 from kvrouter.router.follow.fleet.store_contact import StoreContact
 from kvrouter.router.follow.fleet.worker_registry import WorkerRegistry
+from kvrouter.router.follow.streams.follower import Follower
 from kvrouter.router.follow.streams.held_workers import HeldLease, HeldWorkers
+from kvrouter.router.follow.streams.peer_view import PeerView
 from kvrouter.router.follow.streams.stream_view import Position
-from kvrouter.router.follow.streams.worker_stream import WorkerStream
 from kvrouter.router.index.store import keys
 from kvrouter.router.index.store.store import IndexStore
 from kvrouter.router.model.workers.registration import Registration
@@ -58,8 +59,8 @@ class Store:
             self.claimed.pop(token, None)
 
 
-class Stream:
-    """Stream with the parts of a WorkerStream that peers use and change."""
+class Worker:
+    """Follower, its state and facts in one, with the parts that peers use and change."""
 
     def __init__(self, worker_id: str, refusal: str | None = None) -> None:
         self.worker = WorkerKey("m", worker_id)
@@ -68,14 +69,16 @@ class Stream:
         self.problem: str | None = "not judged"
         self._refusal = refusal
         self.asked = 0
-        self.position = Position(1, 0)
+        self.state = self.facts = self
+        self.peer = PeerView(self.registration, None)
+        self.peer.position = Position(1, 0)
 
     @property
     def refusal(self) -> str | None:
         self.asked += 1
         return self._refusal
 
-    def follower_heard(self, problem: str | None) -> None:
+    def on_follower_heard(self, problem: str | None) -> None:
         self.problem = problem
 
 
@@ -98,10 +101,10 @@ class World:
             ttl_s=1.5,
         )
 
-    def add(self, worker_id: str, refusal: str | None = None) -> Stream:
-        stream = Stream(worker_id, refusal)
-        self.registry.add(cast(WorkerStream, stream))
-        return stream
+    def add(self, worker_id: str, refusal: str | None = None) -> Worker:
+        worker = Worker(worker_id, refusal)
+        self.registry.add(cast(Follower, worker))
+        return worker
 
     def beat(self) -> Heartbeat:
         """Send this process's next heartbeat, and return it."""
@@ -110,9 +113,9 @@ class World:
         assert decoded is not None
         return decoded[1]
 
-    def peer_beats(self, *holds: Stream) -> None:
+    def peer_beats(self, *holds: Worker) -> None:
         self.count += 1
-        heartbeat = Heartbeat(self.count, VERSION, {stream.tag: Hold(1, 0) for stream in holds}, {})
+        heartbeat = Heartbeat(self.count, VERSION, {worker.tag: Hold(1, 0) for worker in holds}, {})
         self.store.beats[b"you"] = encode_heartbeat(heartbeat)
 
 
@@ -135,11 +138,11 @@ def test_a_heartbeat_says_what_is_held_late_and_refused(world: World) -> None:
 
 
 def test_refusals_are_looked_for_only_when_registrations_change(world: World) -> None:
-    stream = world.add("a")
+    worker = world.add("a")
     world.beat()
-    asked_before = stream.asked
+    asked_before = worker.asked
     world.beat()
-    assert stream.asked == asked_before
+    assert worker.asked == asked_before
     world.add("b", "not allowed")
     assert len(world.beat().refuses) == 1
 
@@ -164,11 +167,11 @@ def test_no_worker_changes_hands_under_one_assignment(world: World) -> None:
     for _ in range(400):
         world.now_s += rng.choice((0.01, 0.3))
         name = rng.choice(names)
-        stream = world.registry.streams.get(WorkerKey("m", name))
-        if stream is None:
+        follower = world.registry.followers.get(WorkerKey("m", name))
+        if follower is None:
             world.add(name, rng.choice((None, None, "not allowed")))
         elif rng.random() < 0.3:
-            world.registry.remove(stream.worker)
+            world.registry.remove(follower.worker)
         elif rng.random() < 0.5:
             if rng.random() < 0.6:
                 world.peer_beats()
@@ -177,7 +180,7 @@ def test_no_worker_changes_hands_under_one_assignment(world: World) -> None:
             world.beat()
         own_workers = {WorkerKey("m", name): world.peers.is_mine(WorkerKey("m", name)) for name in names}
         assert by_assignment.setdefault(world.peers.assignment, own_workers) == own_workers
-        several += world.peers.routers > 1 and 0 < sum(own_workers.values()) < len(world.registry.streams)
+        several += world.peers.routers > 1 and 0 < sum(own_workers.values()) < len(world.registry.followers)
     assert len(by_assignment) > 50 and several > 50
 
 
@@ -187,18 +190,18 @@ def test_a_worker_whose_follower_is_not_heard_says_why(world: World) -> None:
         await asyncio.sleep(0)
         judging.cancel()
 
-    stream = world.add("a")
+    worker = world.add("a")
     for _ in range(2):
-        world.peer_beats(stream)
+        world.peer_beats(worker)
         world.beat()
     asyncio.run(judge())
-    assert stream.problem is None
+    assert worker.problem is None
     world.now_s += 2 * HEARD_S
     asyncio.run(judge())
-    assert (stream.problem or "").startswith("Redis has not answered for 3 s: what the router that follows")
+    assert (worker.problem or "").startswith("Redis has not answered for 3 s: what the router that follows")
     world.beat()
     asyncio.run(judge())
-    assert stream.problem == "router you, which follows this worker, has not been heard for 3 s"
+    assert worker.problem == "router you, which follows this worker, has not been heard for 3 s"
 
 
 async def test_a_removed_stream_is_let_go_while_followers_are_judged(world: World) -> None:

@@ -22,7 +22,7 @@ from kvrouter.router.follow.fleet.router_peers import Claims
 from kvrouter.router.index.ingest.net_changes import ResidencyDelta
 from kvrouter.router.index.store import keys
 from kvrouter.router.index.store.checkpoint import pack_places, places_text
-from kvrouter.router.index.store.commit import Lease, copies_value
+from kvrouter.router.index.store.commit import LeaseValue, copies_value
 from kvrouter.router.index.store.log_entry import EntryKind, entry_fields
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.observe.history.history_entry import HistoryEntry
@@ -72,7 +72,7 @@ def forms() -> dict[str, Any]:
         "places": places_text(pack_places({PLACE: hashes})).decode(),
         "copies field": keys.copies_field(PLACE, 1).decode("latin-1"),
         "copies value": copies_value(keys.copies_field(PLACE, 1), 2).decode(),
-        "lease": Lease("token", 7).value.decode(),
+        "lease": LeaseValue("token", 7).value.decode(),
         "entry": [part.decode("latin-1") for part in entry],
         "response owner": packed(ResponseOwner(WORKER, "key", 1.5, 7)).decode(),
         "heartbeat": VERSION,

@@ -11,7 +11,7 @@ from kvrouter.router.base.common.ids import Place, WorkerKey
 from kvrouter.router.base.redis_client.errors import StoredValueError
 from kvrouter.router.index.store import keys, registry
 from kvrouter.router.index.store.checkpoint import StoredPlace, parse_places, parse_residents
-from kvrouter.router.index.store.commit import Head, Lease, copies_value, head_sum, parse_copies_value
+from kvrouter.router.index.store.commit import Head, LeaseValue, copies_value, head_sum, parse_copies_value
 from kvrouter.router.model.workers.registration import MAX_GROUPS, CatalogSpec, GroupSpec, Registration
 
 WORKER = WorkerKey("m", "w0", 2)
@@ -140,7 +140,7 @@ def test_copies_that_were_changed_are_refused(value: bytes) -> None:
     [(b"t:1", "t"), (b"a:b:12", "a:b"), (b"\xff:1", None), (b"t", None), (b"t:x", None), (b":1", None), (b"", None)],
 )
 def test_an_invalid_lease_has_no_holder(value: bytes, token: str | None) -> None:
-    assert Lease.token_of(value) == token
+    assert LeaseValue.token_of(value) == token
 
 
 def test_a_registration_is_read_as_it_was_written() -> None:

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from kvrouter.router.base.common.ids import WorkerKey
-from kvrouter.router.follow.streams.lease_holder import ELSEWHERE
+from kvrouter.router.follow.streams.lease import ELSEWHERE
 from kvrouter.router.follow.streams.stream_machine import Action, Endpoints, Event, Phase, step
 from kvrouter.router.follow.streams.stream_view import NO_FOLLOWER_YET, Facts, Word, credit, shown_state
 from kvrouter.router.model.workers.registration import NO_PATCH, Registration
@@ -153,8 +153,9 @@ def test_each_phase_has_its_state_credit_and_reason(
     phase: Phase, facts: dict[str, Any], word: Word, state: StreamState, credited: bool, reason: str
 ) -> None:
     all_facts = Facts(**facts)
-    shown = credit(phase, all_facts, word, shown_state(phase, all_facts, word), 3.0)
-    assert (shown.state, shown.credited, shown.reason) == (state, credited, reason)
+    shown = shown_state(phase, all_facts, word)
+    shown_credit = credit(phase, all_facts, word, shown, 3.0)
+    assert (shown, shown_credit.credited, shown_credit.reason) == (state, credited, reason)
 
 
 @pytest.mark.parametrize(("phase", "state"), list(itertools.product(Phase, StreamState)))

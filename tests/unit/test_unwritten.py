@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,9 +12,8 @@ import pytest
 from kvrouter.events.transport.progress import CaughtUp, FellBehind
 from kvrouter.events.vllm.stream_items import Connected
 from kvrouter.router.base.common.ids import WorkerKey
-from kvrouter.router.follow.streams.commit_loop import CommitLoop
-from kvrouter.router.follow.streams.mirror_lead import MirrorLead
-from kvrouter.router.follow.streams.worker_record import WorkerRecord
+from kvrouter.router.follow.streams.commits import Commits
+from kvrouter.router.follow.streams.worker_state import WorkerState
 from kvrouter.router.index.store import keys
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.stream_state import StreamState
@@ -27,24 +27,24 @@ GREETING_S = 3.0
 @pytest.mark.parametrize("news", ["the stream is changed", "a batch comes"])
 async def test_a_change_waits_from_the_moment_it_is_known(news: str) -> None:
     now_s = 100.0
-    services = bare_services(lambda: now_s)
-    record = WorkerRecord(Registration(WORKER, events="tcp://127.0.0.1:1", replay=REPLAY), services, lambda: None)
-    commits = CommitLoop(record, cast(Any, SimpleNamespace(number=1)), services)
-    mirror = SimpleNamespace(begin_epoch=lambda worker, epoch: None, change=lambda worker, changes: None)
-    record.lead = MirrorLead(WORKER, cast(Any, mirror), max_blocks=10)
+    mirror = SimpleNamespace(**dict.fromkeys(("load", "begin_epoch", "change"), lambda *change: None))
+    services = dataclasses.replace(bare_services(lambda: now_s), mirror=cast(Any, mirror))
+    state = WorkerState(Registration(WORKER, events="tcp://127.0.0.1:1", replay=REPLAY), services)
+    commits = Commits(state, cast(Any, SimpleNamespace(number=1)), services)
+    state.on_mirror_taken(has_log=False)
     for item in (FellBehind(), Connected(), batch(0, stored([1])), CaughtUp()):
-        record.ingest.apply(item, now_s)
-    record.refresh()
-    assert record.ingest.state is StreamState.LIVE
+        state.ingest.apply(item, now_s)
+    state.on_items(now_s)
+    assert state.ingest.state is StreamState.LIVE
     # The store has everything by now; a checkpoint is being written, or the patch is greeted.
     services.held.unwritten_since_s.clear()
-    record.dirty.clear()
+    state.dirty.clear()
     if news == "a batch comes":
-        record.ingest.apply(batch(1, stored([2])), now_s)
-        record.refresh()
+        state.ingest.apply(batch(1, stored([2])), now_s)
+        state.on_items(now_s)
         commits.wake()
     else:
-        record.pause("the other stream is followed in a moment")
+        state.on_paused("the other stream is followed in a moment")
     now_s += GREETING_S
     assert services.held.waits_s(keys.worker_tag(WORKER), now_s) == GREETING_S
-    record.end_timer()
+    state.on_stopped()

@@ -11,7 +11,7 @@ import pytest
 
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.follow.fleet.worker_registry import WorkerRegistry
-from kvrouter.router.follow.streams.worker_stream import WorkerStream
+from kvrouter.router.follow.streams.follower import Follower
 from kvrouter.router.model.engines.engine_metrics import EngineLoad
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.role import HandoverWay, Role
@@ -20,20 +20,21 @@ from kvrouter.router.model.workers.stream_state import StreamState
 ONE, TWO = WorkerKey("m", "one"), WorkerKey("n", "two", 1)
 
 
-class Stream:
-    """Stream with the parts of a WorkerStream that the registry uses."""
+class Worker:
+    """Follower and its state in one, with the parts that the registry uses."""
 
     def __init__(self, registration: Registration) -> None:
         self.registration = registration
         self.worker = registration.worker
+        self.state = self
         self.view: Any = SimpleNamespace(of=registration.worker.worker_id, life=0)
 
     def update(self, registration: Registration) -> None:
         self.registration = registration
 
 
-def stream(worker: WorkerKey, **changes: Any) -> WorkerStream:
-    return cast(WorkerStream, Stream(Registration(worker, **changes)))
+def follower(worker: WorkerKey, **changes: Any) -> Follower:
+    return cast(Follower, Worker(Registration(worker, **changes)))
 
 
 class Subscriber:
@@ -46,7 +47,7 @@ class Subscriber:
 
     def members(self, worker: WorkerKey | None) -> None:
         self.changed.append(worker)
-        self.heard.append(sorted(self.registry.streams))
+        self.heard.append(sorted(self.registry.followers))
 
     def view(self, worker: WorkerKey, view: Any) -> None:
         self.heard.append((worker, view))
@@ -75,10 +76,10 @@ def subscriber(registry: WorkerRegistry) -> Subscriber:
 
 
 def test_members_are_notified_after_each_change(registry: WorkerRegistry, subscriber: Subscriber) -> None:
-    registry.add(stream(ONE))
-    registry.add(two := stream(TWO))
+    registry.add(follower(ONE))
+    registry.add(two := follower(TWO))
     assert subscriber.take() == [[ONE], [ONE, TWO]]
-    registry.update(msgspec.structs.replace(two.registration, draining=True))
+    registry.update(msgspec.structs.replace(two.state.registration, draining=True))
     assert subscriber.take() == [[ONE, TWO]]
     assert registry.drains(TWO) and not registry.drains(ONE)
     assert subscriber.changed == [ONE, TWO, TWO]
@@ -89,7 +90,7 @@ def test_members_are_notified_after_each_change(registry: WorkerRegistry, subscr
 def test_workers_are_found_by_id_and_rank(registry: WorkerRegistry) -> None:
     other_model = WorkerKey("another", ONE.worker_id, ONE.dp_rank)
     for worker in (ONE, TWO, other_model):
-        registry.add(stream(worker))
+        registry.add(follower(worker))
     assert registry.workers_with(ONE.worker_id, ONE.dp_rank) == [ONE, other_model]
     registry.remove(ONE)
     assert registry.workers_with(ONE.worker_id, ONE.dp_rank) == [other_model]
@@ -101,7 +102,7 @@ def test_workers_are_found_by_id_and_rank(registry: WorkerRegistry) -> None:
 def test_a_removed_worker_has_no_view_and_its_stream_is_handed_out(
     registry: WorkerRegistry, subscriber: Subscriber
 ) -> None:
-    registry.add(registered := stream(ONE))
+    registry.add(registered := follower(ONE))
     subscriber.take()
     assert registry.remove(ONE) is registered
     assert subscriber.take() == [[], (ONE, None)]
@@ -110,7 +111,7 @@ def test_a_removed_worker_has_no_view_and_its_stream_is_handed_out(
 def test_views_are_reported_while_the_worker_is_registered(registry: WorkerRegistry, subscriber: Subscriber) -> None:
     registry.view_changed(ONE)
     assert subscriber.take() == []
-    registry.add(stream(ONE))
+    registry.add(follower(ONE))
     subscriber.take()
     registry.view_changed(ONE)
     assert subscriber.take() == [(ONE, SimpleNamespace(of="one", life=0))]
@@ -122,7 +123,7 @@ def test_views_are_reported_while_the_worker_is_registered(registry: WorkerRegis
 
 def test_another_life_is_reported_before_its_view_and_once(registry: WorkerRegistry, subscriber: Subscriber) -> None:
     registry.subscribe(life=subscriber.life)
-    registry.add(registered := stream(ONE))
+    registry.add(registered := follower(ONE))
     registry.view_changed(ONE)
     subscriber.take()
     cast(Any, registered).view.life = 1
@@ -130,7 +131,7 @@ def test_another_life_is_reported_before_its_view_and_once(registry: WorkerRegis
     registry.view_changed(ONE)
     assert [what for what, _ in subscriber.take()] == ["life", ONE, ONE]
     registry.remove(ONE)
-    registry.add(stream(ONE))
+    registry.add(follower(ONE))
     subscriber.take()
     registry.view_changed(ONE)
     assert [what for what, _ in subscriber.take()] == [ONE], (
@@ -143,7 +144,7 @@ def test_a_subscriber_hears_only_its_subscriptions(registry: WorkerRegistry) -> 
     registry.subscribe(members=to_members.members)
     registry.subscribe(load=to_load.load)
     load = EngineLoad(1, 2, 0.5)
-    registry.add(stream(ONE))
+    registry.add(follower(ONE))
     registry.view_changed(ONE)
     registry.take_engine_load(ONE, load)
     assert (to_members.take(), to_load.take()) == ([[ONE]], [(ONE, load)])
@@ -159,18 +160,18 @@ def test_workers_left_out_are_reported_when_they_change(registry: WorkerRegistry
 
 
 def test_streams_are_changed_by_nobody_else(registry: WorkerRegistry) -> None:
-    registry.add(stream(ONE))
+    registry.add(follower(ONE))
     with pytest.raises(TypeError):
-        registry.streams[TWO] = stream(TWO)  # type: ignore[index]
+        registry.followers[TWO] = follower(TWO)  # type: ignore[index]
 
 
 def test_lookups_follow_each_change_of_the_registrations(registry: WorkerRegistry) -> None:
-    registry.add(one := stream(ONE, role=Role.PREFILL))
+    registry.add(one := follower(ONE, role=Role.PREFILL))
     first = registry.registrations()
-    assert first == (one.registration,) and registry.registrations() is first
+    assert first == (one.state.registration,) and registry.registrations() is first
     assert (registry.prefill_workers("m"), registry.prefill_workers("n")) == ({ONE}, frozenset())
-    registry.update(msgspec.structs.replace(one.registration, role=Role.BOTH, handover=HandoverWay.HEADER))
-    registry.add(stream(TWO, numbered=True))
+    registry.update(msgspec.structs.replace(one.state.registration, role=Role.BOTH, handover=HandoverWay.HEADER))
+    registry.add(follower(TWO, numbered=True))
     assert registry.prefill_workers("m") == frozenset()
     assert registry.models() == ["m", "n"]
     assert registry.handover(ONE) is HandoverWay.HEADER
@@ -184,9 +185,9 @@ def test_an_unknown_worker_has_default_answers(registry: WorkerRegistry) -> None
 
 
 def test_workers_that_are_down_are_left_out_of_their_models(registry: WorkerRegistry) -> None:
-    up, down = stream(ONE), stream(TWO)
+    up, down = follower(ONE), follower(TWO)
     cast(Any, up).view = SimpleNamespace(state=StreamState.LIVE, life=0)
     cast(Any, down).view = SimpleNamespace(state=StreamState.DOWN, life=0)
     registry.add(up)
     registry.add(down)
-    assert registry.streams_by_model() == {ONE.model: [up]}
+    assert registry.states_by_model() == {ONE.model: [up]}

@@ -19,7 +19,7 @@ from kvrouter.router.base.common.errors import Conflict, UnknownWorker
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.follow.fleet.worker_registry import WorkerRegistry
-from kvrouter.router.follow.streams.worker_stream import WorkerStream
+from kvrouter.router.follow.streams.follower import Follower
 from kvrouter.router.model.kvcache.registered_peer import is_vllms
 from kvrouter.router.model.workers.stream_state import StreamState
 
@@ -76,10 +76,10 @@ class HandOvers:
             UnknownWorker: There is no such worker.
             Conflict: No worker can take over; the text says why.
         """
-        streams = self._registry.streams
+        followers = self._registry.followers
         sources = [
             worker
-            for worker in streams
+            for worker in followers
             if worker.worker_id == worker_id and dp_rank in (None, worker.dp_rank) and model in (None, worker.model)
         ]
         if not sources:
@@ -107,7 +107,7 @@ class HandOvers:
         if not num_receivers:
             raise Conflict(f"no worker can take over the cache of {printable(worker_id)}: {_joined(reasons)}")
         for source, group in reachable.items():
-            address = _lending(streams[source]) if source in streams else None
+            address = _lending(followers[source]) if source in followers else None
             for share, receiver in enumerate(group if address is not None else ()):
                 assert address is not None
                 warm = Warm(
@@ -130,8 +130,8 @@ class HandOvers:
     async def _of_all(self, request: WarmQuery | WarmStop) -> list[HandOverPart]:
         receivers = [
             _Receiver(worker, address)
-            for worker, stream in self._registry.streams.items()
-            if (address := _lending(stream)) is not None
+            for worker, follower in self._registry.followers.items()
+            if (address := _lending(follower)) is not None
         ]
         answers = await self._ask([(receiver, request) for receiver in receivers])
         return [
@@ -149,22 +149,22 @@ class HandOvers:
 
     def _receivers(self, source: WorkerKey, to: Collection[str] | None, reasons: list[str]) -> list[_Receiver]:
         """Return the workers that can take over from one worker, and add to `reasons` why others cannot."""
-        address = _lending(self._registry.streams[source])
+        address = _lending(self._registry.followers[source])
         if address is None:
             reasons.append(f"{source.route_name} {NO_PEER}")
             return []
         receivers: list[_Receiver] = []
-        for worker, stream in self._registry.streams.items():
+        for worker, follower in self._registry.followers.items():
             if worker.model != source.model or worker.worker_id == source.worker_id:
                 continue
             if to is not None and worker.worker_id not in to:
                 continue
-            problem, own_address = self._problem(worker, address), _lending(stream)
+            problem, own_address = self._problem(worker, address), _lending(follower)
             if problem is not None or own_address is None:
                 reasons.append(f"{worker.route_name} {problem}")
             else:
                 receivers.append(_Receiver(worker, own_address))
-        for name in () if to is None else sorted(set(to) - {worker.worker_id for worker in self._registry.streams}):
+        for name in () if to is None else sorted(set(to) - {worker.worker_id for worker in self._registry.followers}):
             reasons.append(f"{printable(name)} is not registered")
         if not receivers and not reasons:
             reasons.append(f"{source.route_name} is the only worker of its model")
@@ -172,8 +172,8 @@ class HandOvers:
 
     def _problem(self, worker: WorkerKey, source: PeerAddress) -> str | None:
         """Return why a worker cannot take over from the engine at `source`, or None if it can."""
-        stream = self._registry.streams[worker]
-        view, address = stream.view, _lending(stream)
+        follower = self._registry.followers[worker]
+        view, address = follower.state.view, _lending(follower)
         if self._registry.drains(worker):
             return "drains"
         if view.state is not StreamState.LIVE:
@@ -211,9 +211,9 @@ class HandOvers:
         return HandOverPart(worker_id=name, dp_rank=worker.dp_rank, model=worker.model, end=end, problem=problem)
 
 
-def _lending(stream: WorkerStream) -> PeerAddress | None:
+def _lending(follower: Follower) -> PeerAddress | None:
     """Return where a worker's engine takes the messages of hand-overs, or None if it takes none."""
-    address = stream.view.peer
+    address = follower.state.view.peer
     return None if address is None or is_vllms(address) else address
 
 

@@ -16,7 +16,7 @@ from kvrouter.contract.tiers import all_on_gpu
 from kvrouter.events.patch.messages import PeerAddress
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.follow.fleet.worker_registry import WorkerRegistry
-from kvrouter.router.follow.streams.worker_stream import WorkerStream
+from kvrouter.router.follow.streams.worker_state import WorkerState
 from kvrouter.router.index.matching.cache_writes import ModelWrites
 from kvrouter.router.index.matching.matcher import HashPlans, HitTable, Matcher, WorkerView, sum_of
 from kvrouter.router.index.matching.mirror import Mirror
@@ -26,7 +26,7 @@ from kvrouter.router.model.kvcache.prompt_hasher import SegmentMemory
 from kvrouter.router.model.kvcache.resume_rule import ResumeRule, resume_rule
 from kvrouter.router.model.workers.model_names import unknown_model
 
-# How long a long prompt is hashed before other requests get a turn: as long as one turn of ingest (`commit_loop.py`).
+# How long a long prompt is hashed before other requests get a turn: as long as one turn of ingest (`commits.py`).
 TURN_S = 0.002
 
 # The most hits of a list's prompts that are added up one by one, which takes 1 ms. That is needed only where hits depend
@@ -52,7 +52,7 @@ class HitFinder:
         """Start with empty plans.
 
         Args:
-            registry: The workers and their streams.
+            registry: The workers and their followers.
             mirror: The blocks of all workers.
             memory: Remembers the hashes of prompt segments.
             history: Remembers the prompts that were sent to workers without usable events.
@@ -92,8 +92,8 @@ class HitFinder:
             if any(paths.get(name, path) != path for name, path in self._listed.get(url, {}).items())
         }
         self._listed = adapters
-        for worker, stream in self._registry.streams.items():
-            if stream.view.url in reloaded:
+        for worker, follower in self._registry.followers.items():
+            if follower.state.view.url in reloaded:
                 self._history.forget(worker)
 
     def _on_view(self, worker: WorkerKey, view: WorkerView | None) -> None:
@@ -108,8 +108,8 @@ class HitFinder:
 
     def take_pool_sizes(self) -> None:
         """Record the sizes of the GPU caches that engines have stated since the last call."""
-        for worker, stream in self._registry.streams.items():
-            if blocks := stream.cache.blocks:
+        for worker, follower in self._registry.followers.items():
+            if blocks := follower.state.cache.blocks:
                 self._mirror.writes.of(worker.model).state(worker, blocks)
 
     def hash_block_size(self, model: str) -> int:
@@ -122,10 +122,10 @@ class HitFinder:
     def resume_rule(self, worker: WorkerKey) -> ResumeRule | None:
         """Return where prompts can resume in blocks that others leave at a worker; None if its groups are unknown."""
         if worker not in self._rules:
-            stream = self._registry.streams.get(worker)
-            if stream is None:
+            follower = self._registry.followers.get(worker)
+            if follower is None:
                 return None
-            self._rules[worker] = resume_rule(stream.view.catalog)
+            self._rules[worker] = resume_rule(follower.state.view.catalog)
         return self._rules[worker]
 
     def plans(self, model: str) -> HashPlans:
@@ -140,11 +140,11 @@ class HitFinder:
         return cached[1]
 
     def _views(self, model: str) -> list[WorkerView]:
-        streams = [stream for worker, stream in self._registry.streams.items() if worker.model == model]
-        if not streams:
+        states = [follower.state for worker, follower in self._registry.followers.items() if worker.model == model]
+        if not states:
             raise unknown_model(model, self._registry.models())
         adapters = self._adapters()
-        return [_with_adapters(stream, adapters.get(stream.view.url or "", {})) for stream in streams]
+        return [_with_adapters(state, adapters.get(state.view.url or "", {})) for state in states]
 
     async def hash_ahead(self, question: Question) -> None:
         """Hash a long prompt in turns before `hits` needs its hashes, so that other requests are answered in between.
@@ -194,7 +194,7 @@ class HitFinder:
 
     def _without_cache(self, question: Question, hit: Hit) -> Hit:
         """Return the hit, or an empty one if the worker's engine computes the whole prompt for this request."""
-        if self._registry.streams[hit.worker].profile.engine.name not in question.without_cache:
+        if self._registry.followers[hit.worker].state.profile.engine.name not in question.without_cache:
             return hit
         nothing = all_on_gpu(0)
         return msgspec.structs.replace(
@@ -213,47 +213,47 @@ class HitFinder:
         now = self._clock()
         results = []
         for hit in hits:
-            stream = self._registry.streams[hit.worker]
-            if stream.view.approximate:
-                block_size = stream.block_size
+            state = self._registry.followers[hit.worker].state
+            if state.view.approximate:
+                block_size = state.block_size
                 if block_size not in pieces:
                     pieces[block_size] = pieces_of(question, block_size)
-                tokens = self._history.hit_tokens(stream.life, pieces[block_size], question.num_tokens, now, block_size)
+                tokens = self._history.hit_tokens(state.life, pieces[block_size], question.num_tokens, now, block_size)
                 hit = approximate_hit(hit, tokens)
             results.append(hit)
         return results
 
     def sent(self, question: Question, worker: WorkerKey) -> None:
         """Remember a prompt that is on its way to a worker without usable events; its hits are guessed from those."""
-        stream = self._registry.streams.get(worker)
-        if stream is not None and stream.view.approximate:
+        follower = self._registry.followers.get(worker)
+        if follower is not None and follower.state.view.approximate:
             for prompt in question.parts or (question,):
-                self._history.sent(stream.life, pieces_of(prompt, stream.block_size), self._clock())
+                self._history.sent(follower.state.life, pieces_of(prompt, follower.state.block_size), self._clock())
 
     def url(self, worker: WorkerKey) -> str | None:
         """Return the worker's URL; None if it has none or is not registered."""
-        stream = self._registry.streams.get(worker)
-        return None if stream is None else stream.registration.url
+        follower = self._registry.followers.get(worker)
+        return None if follower is None else follower.state.registration.url
 
     def peer(self, worker: WorkerKey) -> PeerAddress | None:
         """Return where the worker's engine lends blocks, or None if it lends none; the host is never a wildcard."""
-        stream = self._registry.streams.get(worker)
-        return None if stream is None else stream.view.peer
+        follower = self._registry.followers.get(worker)
+        return None if follower is None else follower.state.view.peer
 
     def workers(self) -> Iterable[WorkerKey]:
         """Return all workers that are followed here."""
-        return self._registry.streams
+        return self._registry.followers
 
 
-def _with_adapters(stream: WorkerStream, adapters: Mapping[str, str]) -> WorkerView:
-    """Return the stream's view with the adapter paths that the engine lists.
+def _with_adapters(state: WorkerState, adapters: Mapping[str, str]) -> WorkerView:
+    """Return the worker's view with the adapter paths that the engine lists.
 
     If the engine lists the paths that it hashes, they take precedence over declared and registered paths, because an
     adapter may have been loaded again from another path since.
     """
-    view = stream.view
+    view = state.view
     if not adapters:
         return view
     stated, listed = view.lora_paths, adapters
-    paths = {**stated, **listed} if stream.profile.engine.lists_hashed_paths else {**listed, **stated}
+    paths = {**stated, **listed} if state.profile.engine.lists_hashed_paths else {**listed, **stated}
     return msgspec.structs.replace(view, lora_paths=paths)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares registrations with each other and with the reports of the engines, and notifies the streams of problems."""
+"""Compares registrations with each other and with the reports of the engines, and notifies the followers of problems."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class RegistrationJudge:
             self._judging = asyncio.get_running_loop().call_later(pause_s, self.judge)
 
     def judge(self) -> None:
-        """Judge all registrations now, and pass each worker's problems to its stream."""
+        """Judge all registrations now, and pass each worker's problems to its follower."""
         self.stop()
         begun_s = self._clock()
         registrations, self._lives = self._registry.registrations(), self._publishers()
@@ -70,7 +70,7 @@ class RegistrationJudge:
         for registration in registrations:
             worker, url = registration.worker, registration.url or ""
             served, engine = self._engines.served.get(url, ServedModels()), self._engines.kinds.get(url)
-            self._registry.streams[worker].judge(
+            self._registry.followers[worker].judge(
                 alone=ranks[worker.worker_id] == 1,
                 contradiction=contradictions.get(worker, ""),
                 refused=refusal_problem(url, self._engines.refusing.get(url)),
@@ -87,5 +87,5 @@ class RegistrationJudge:
 
     def _publishers(self) -> dict[WorkerKey, str]:
         """Return the epoch of the patched publisher that is followed for each worker."""
-        lives = ((worker, stream.profile.patch.epoch) for worker, stream in self._registry.streams.items())
+        lives = ((worker, follower.state.profile.patch.epoch) for worker, follower in self._registry.followers.items())
         return {worker: epoch for worker, epoch in lives if epoch}

@@ -47,7 +47,7 @@ from kvrouter.router.follow.streams.held_workers import HeldWorkers
 from kvrouter.router.follow.streams.ingest_turns import IngestTurns
 from kvrouter.router.follow.streams.lease_rounds import LeaseRounds
 from kvrouter.router.follow.streams.stream_services import StreamServices
-from kvrouter.router.follow.streams.worker_stream import WorkerStream
+from kvrouter.router.follow.streams.worker_state import WorkerState
 from kvrouter.router.index.matching.matcher import HitTable, WorkerView
 from kvrouter.router.index.matching.question import Hit, Question, filter_hits
 from kvrouter.router.index.matching.routing_history import RoutingHistory
@@ -172,7 +172,7 @@ class Core:
         self.registry.subscribe(members=self._on_members, view=self._on_view)
         metrics.before_page(self._measure)
         metrics.resident_blocks.counts = lambda: (
-            (worker, stream.counts()) for worker, stream in self.registry.streams.items()
+            (worker, follower.state.counts()) for worker, follower in self.registry.followers.items()
         )
 
         leases = LeaseRounds(store.leases, token, config.lease_ttl_s, lambda: self.peers.assignment)
@@ -194,21 +194,13 @@ class Core:
             supervisor=self._supervisor,
             mirror=self.mirror_sync,
             feed=self._feed,
+            mine=self.peers.is_mine,
+            disowns=self.peers.disowns,
+            view_changed=self.registry.view_changed,
+            engine_load=self.registry.take_engine_load,
             patch_secret=patch_secret,
             watch=watch or FloodWatch(),
         )
-
-        def make_stream(registration: Registration) -> WorkerStream:
-            worker = registration.worker
-            return WorkerStream(
-                registration,
-                services,
-                mine=self.peers.is_mine,
-                disowns=self.peers.disowns,
-                changed=lambda: self.registry.view_changed(worker),
-                engine_load=lambda load: self.registry.take_engine_load(worker, load),
-            )
-
         self.fleet = Fleet(
             self.registry,
             store=store,
@@ -218,7 +210,7 @@ class Core:
             allowed=self._allowed,
             peers=self.peers,
             mirror=self.mirror_sync,
-            make_stream=make_stream,
+            services=services,
         )
         self.registration_mark = RegistrationMark(self.registry, store_folder)
         # Numbers that JSON readers hold exactly.
@@ -290,8 +282,8 @@ class Core:
         self._request_ranks = None
         if worker is not None:
             self._unsettled.add(worker)
-        stream = None if worker is None else self.registry.streams.get(worker)
-        url = None if stream is None else stream.registration.url
+        follower = None if worker is None else self.registry.followers.get(worker)
+        url = None if follower is None else follower.state.registration.url
         # At the start all registrations are loaded first, and then all engines are queried.
         if self._loaded and url is not None and not self._allowed.problem(url):
             self.engine_lists.look_soon(url)
@@ -316,15 +308,15 @@ class Core:
             await set_within(self._kinds_shown, LOOK_S)
             self._kinds_shown.clear()
             for registration in self.registrations():
-                engine, stream = (
+                engine, follower = (
                     self.engine_lists.kinds.get(registration.url or ""),
-                    self.registry.streams.get(registration.worker),
+                    self.registry.followers.get(registration.worker),
                 )
                 if (
                     engine is None
-                    or stream is None
+                    or follower is None
                     or registration.engine is not None
-                    or stream.profile.engine is engine
+                    or follower.state.profile.engine is engine
                 ):
                     continue
                 log.info("engine recognised", extra={"worker": registration.worker, "engine": engine.name})
@@ -388,22 +380,22 @@ class Core:
         Each has the epoch of one of its streams, its kind, and whether all its workers drain.
         """
         engines: dict[str, tuple[str, Engine, bool]] = {}
-        for worker, stream in self.registry.streams.items():
-            url = stream.registration.url
-            if worker.model != model or url is None or stream.view.state is StreamState.DOWN:
+        for worker, follower in self.registry.followers.items():
+            url = follower.state.registration.url
+            if worker.model != model or url is None or follower.state.view.state is StreamState.DOWN:
                 continue
             drains = self.registry.drains(worker)
             if url in engines:
                 epoch, kind, others_drain = engines[url]
                 engines[url] = epoch, kind, others_drain and drains
             elif not self._allowed.problem(url):
-                engines[url] = stream.record.shown.epoch or "", stream.profile.engine, drains
+                engines[url] = follower.state.shown.epoch or "", follower.state.profile.engine, drains
         return engines
 
     def sums_lists(self, worker: WorkerKey) -> bool:
         """Return whether the worker's engine reports the reuse of a list of prompts as a sum."""
-        stream = self.registry.streams.get(worker)
-        return stream is not None and stream.profile.engine.sums_cached_tokens
+        follower = self.registry.followers.get(worker)
+        return follower is not None and follower.state.profile.engine.sums_cached_tokens
 
     def hash_block_size(self, model: str) -> int:
         """Return the tokens that one block hash covers; 1 while no catalog of the model is whole.
@@ -440,12 +432,12 @@ class Core:
         names: set[tuple[str, int]] = set()
         # Since the previous row was read, a worker may have been dropped, or registered again, perhaps with another
         # model.
-        while missing := [worker for worker in self.registry.streams if worker[1:] not in names]:
+        while missing := [worker for worker in self.registry.followers if worker[1:] not in names]:
             for worker in sorted(missing):
                 names.add(worker[1:])
-                stream = self.registry.streams.get(worker)
-                if stream is not None and worker_id in (None, worker.worker_id):
-                    yield worker_status(stream, self.mirror_sync, unread, now)
+                follower = self.registry.followers.get(worker)
+                if follower is not None and worker_id in (None, worker.worker_id):
+                    yield worker_status(follower, self.mirror_sync, unread, now)
 
     def task_problems(self) -> list[str]:
         """Return a sentence for each task that fails."""
@@ -455,7 +447,7 @@ class Core:
         """Return why the router cannot serve yet; None if it can."""
         if not self._loaded:
             return "the index is being loaded from Redis"
-        if not self.registry.streams:
+        if not self.registry.followers:
             return "no worker is registered: POST /register, or start with --worker"
         return None
 
@@ -463,18 +455,18 @@ class Core:
         """Return a sentence for each problem that degrades the router."""
         unheard = self.contact.problem
         problems = [] if unheard is None else [unheard]
-        unwritten = {stream.problem for stream in self.registry.streams.values() if stream.problem}
+        unwritten = {problem for follower in self.registry.followers.values() if (problem := follower.state.problem)}
         if unheard is None:
             problems += [
                 f"Redis takes no commits ({problem}): other routers do not learn what changes here"
                 for problem in sorted(unwritten)
             ]
-        for stream in self.registry.streams.values():
-            view = stream.view
+        for follower in self.registry.followers.values():
+            state, view = follower.state, follower.state.view
             name = f"worker {printable(view.worker.worker_id)} (rank {view.worker.dp_rank})"
-            reasons = (self.mirror_sync.lost_credit(view.worker), stream.note, stream.refused, stream.disk_problem)
+            reasons = (self.mirror_sync.lost_credit(view.worker), state.note, state.refused, state.disk_problem)
             problems += [f"{name}: {reason}" for reason in reasons if reason]
-            if view.state is not StreamState.LIVE or (view.catalog.problem is not None and not _is_fresh(stream)):
+            if view.state is not StreamState.LIVE or (view.catalog.problem is not None and not _is_fresh(state)):
                 reason = view.reason or view.catalog.problem or ""
                 problems.append(f"{name} is {view.state.value}: {reason}")
         problems += filter(None, [self.registration_mark.problem])
@@ -519,10 +511,10 @@ class Core:
         # A function of its own, because a local variable in `_tend` would keep the last stream alive until the next
         # round.
         for worker in list(self._unsettled):
-            stream = self.registry.streams.get(worker)
-            if stream is not None:
-                stream.settle()
-            if stream is None or not stream.view.reason:
+            follower = self.registry.followers.get(worker)
+            if follower is not None:
+                follower.state.settle()
+            if follower is None or not follower.state.view.reason:
                 self._unsettled.discard(worker)
         self._judge.judge_publishers()
         self._history.expire(self._clock())
@@ -530,12 +522,14 @@ class Core:
     def _measure(self) -> None:
         metrics = self._metrics
         metrics.fleet.registrations_lost.set(bool(self.registration_mark.problem))
-        metrics.leases_held.set(sum(stream.held for stream in self.registry.streams.values()))
+        metrics.leases_held.set(sum(follower.lease.held for follower in self.registry.followers.values()))
         metrics.recoveries_waiting.set(self._permits.waiting)
         metrics.routers.set(self.peers.routers)
         metrics.store_silent_seconds.set(self.contact.lost_s)
         metrics.approximate_pieces.set(len(self._history))
-        metrics.approximate_workers.set(sum(stream.view.approximate for stream in self.registry.streams.values()))
+        metrics.approximate_workers.set(
+            sum(follower.state.view.approximate for follower in self.registry.followers.values())
+        )
         metrics.mirror_entries.set(self.mirror_sync.mirror.entries)
         metrics.mirror_bytes.set(self.mirror_sync.mirror.bytes)
         metrics.segment_memory_bytes.set(self._memory.bytes)
@@ -544,11 +538,11 @@ class Core:
         metrics.segment_misses.inc(misses - self._segments_counted[1])
         self._segments_counted = (hits, misses)
         twins = {twin for group in registered_twice(self.registrations()) for twin in group}
-        for worker, stream in self.registry.streams.items():
-            count_worker(metrics.streams, worker, stream)
+        for worker, follower in self.registry.followers.items():
+            count_worker(metrics.streams, worker, follower)
             metrics.streams.twins(worker).set(worker in twins)
 
 
-def _is_fresh(stream: WorkerStream) -> bool:
+def _is_fresh(state: WorkerState) -> bool:
     """Return whether the worker's engine is heard and has stored nothing yet, so that nothing could earn credit."""
-    return not stream.view.catalog.groups and not any(stream.counts().values())
+    return not state.view.catalog.groups and not any(state.counts().values())

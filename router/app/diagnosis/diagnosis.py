@@ -34,7 +34,7 @@ from kvrouter.router.base.common.version import VERSION
 from kvrouter.router.base.redis_client.errors import StoreError
 from kvrouter.router.base.redis_client.servers import Servers
 from kvrouter.router.follow.discovery.discovery import Discovery
-from kvrouter.router.follow.streams.worker_stream import WorkerStream
+from kvrouter.router.follow.streams.worker_state import WorkerState
 from kvrouter.router.index.store.server_settings import ServerSettings, server_settings
 from kvrouter.router.model.config.cautions import open_to_all
 from kvrouter.router.model.workers.allow_list import AllowList
@@ -145,7 +145,7 @@ class Diagnosis:
         servers, _ = await self._servers_settings()
         core = self._core
         return store_reply(
-            workers=list(core.registry.streams),
+            workers=list(core.registry.followers),
             heartbeats=core.peers.heartbeats,
             token=core.peers.token,
             servers=servers,
@@ -157,7 +157,7 @@ class Diagnosis:
         (endpoints, ahead), (servers, time_s) = await asyncio.gather(self._probe(), self._servers_settings())
         workers = await self._workers()
         core, store = self._core, self._core.contact
-        streams = core.registry.streams.values()
+        followers = core.registry.followers.values()
         beats = core.peers.heartbeats
         return Snapshot(
             version=VERSION,
@@ -177,7 +177,7 @@ class Diagnosis:
             missing_tokens=tuple(self._tokens.missing()),
             store=StoreFacts(
                 problem=store.problem or "",
-                unwritten=tuple(sorted({stream.problem for stream in streams if stream.problem})),
+                unwritten=tuple(sorted({problem for follower in followers if (problem := follower.state.problem)})),
                 unreadable=tuple(core.registry.problems),
                 schemas=(*core.adoption.problems, *core.adoption.cautions),
                 servers=servers,
@@ -232,54 +232,55 @@ class Diagnosis:
     async def _workers(self) -> list[WorkerFacts]:
         facts: list[WorkerFacts] = []
         refusals = self._admission.refused.problems()
-        for worker, stream in sorted(self._core.registry.streams.items()):
+        for worker, follower in sorted(self._core.registry.followers.items()):
             if len(facts) % WORKERS_A_TURN == WORKERS_A_TURN - 1:
                 await asyncio.sleep(0)
-            facts.append(self._facts(worker, stream, refusals.get(worker)))
+            facts.append(self._facts(worker, follower.state, refusals.get(worker)))
         return facts
 
-    def _facts(self, worker: WorkerKey, stream: WorkerStream, refuses: Difference | None) -> WorkerFacts:
-        profile, registration = stream.profile, stream.registration
+    def _facts(self, worker: WorkerKey, state: WorkerState, refuses: Difference | None) -> WorkerFacts:
+        now = self._core.now()
+        profile, registration = state.profile, state.registration
         engine = self._core.engine_lists.served.get(registration.url or "")
         return WorkerFacts(
             registration=registration,
-            state=stream.view.state,
+            state=state.view.state,
             catalog=profile.catalog,
             scheme=profile.identity.standing,
             hash_label=profile.identity.label,
-            reason=stream.view.reason,
-            refusal=stream.refusal or "",
-            unserved=stream.note,
-            refused_key=stream.refused,
+            reason=state.view.reason,
+            refusal=state.facts.refusal or "",
+            unserved=state.note,
+            refused_key=state.refused,
             breaker=self._admission.breaker_problem(worker) or "",
             refuses=refuses,
-            disk=stream.disk_problem,
-            cpu_tier=stream.cpu_tier_problem,
-            clears=stream.clears_problem,
+            disk=state.disk_problem,
+            cpu_tier=state.facts.offload.cpu_tier_problem(now),
+            clears=state.clears.problem(now),
             refused=self._core.mirror_sync.lost_credit(worker),
-            withheld=stream.withheld,
-            is_heard=stream.record.shown.seq is not None or profile.contact.last_event_s is not None,
-            is_starting=self._is_starting(stream),
+            withheld=state.withheld,
+            is_heard=state.shown.seq is not None or profile.contact.last_event_s is not None,
+            is_starting=self._is_starting(state),
             is_silent=profile.is_silent,
             is_patched=profile.patch.epoch is not None,
-            blocks=sum(stream.counts().values()),
+            blocks=sum(state.counts().values()),
             engine_model="" if engine is None else engine.root,
-            prompts=self._prompts(worker, stream),
+            prompts=self._prompts(worker, state),
             doubt=self._quality.doubt(worker),
-            cache=stream.cache,
-            peer=stream.view.peer,
+            cache=state.cache,
+            peer=state.view.peer,
             published=own_streams(registration, self._core.engine_lists.sources),
             names_streams=(registration.url or "") in self._core.engine_lists.sources,
-            drains_s=None if stream.drains_since_s is None else self._core.now() - stream.drains_since_s,
+            drains_s=None if state.drains_since_s is None else now - state.drains_since_s,
         )
 
-    def _is_starting(self, stream: WorkerStream) -> bool:
+    def _is_starting(self, state: WorkerState) -> bool:
         """Return whether the worker's engine may be starting: it has not listed its models and adapters yet."""
-        url, lists = stream.registration.url, self._core.engine_lists
+        url, lists = state.registration.url, self._core.engine_lists
         is_listed = url is None or url in lists.served or url in lists.refusing
-        return not is_listed and self._core.now() - stream.record.since_s < STARTING_S
+        return not is_listed and self._core.now() - state.since_s < STARTING_S
 
-    def _prompts(self, worker: WorkerKey, stream: WorkerStream) -> PromptCount:
-        lengths, catalog = self._placer.weights.prompts, stream.profile.catalog
-        unit = catalog.align if catalog.problem is None else stream.block_size or USUAL_UNIT_MAX_TOKENS
+    def _prompts(self, worker: WorkerKey, state: WorkerState) -> PromptCount:
+        lengths, catalog = self._placer.weights.prompts, state.profile.catalog
+        unit = catalog.align if catalog.problem is None else state.block_size or USUAL_UNIT_MAX_TOKENS
         return PromptCount(lengths.total(worker), lengths.below(worker, unit), lengths.above(worker, unit))

@@ -2,7 +2,7 @@
 """The registration of workers, for all router processes on one store.
 
 This module registers and drops workers, and keeps this process's registry equal to the one in Redis. `router_peers.py`
-and `lease_holder.py` decide which process follows a worker's events.
+and `lease.py` decide which process follows a worker's events.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from kvrouter.router.follow.fleet.fleet_metrics import FleetMetrics
 from kvrouter.router.follow.fleet.mirror_sync import MirrorSync
 from kvrouter.router.follow.fleet.router_peers import RouterPeers
 from kvrouter.router.follow.fleet.worker_registry import WorkerRegistry
-from kvrouter.router.follow.streams.worker_stream import WorkerStream
+from kvrouter.router.follow.streams.follower import Follower
+from kvrouter.router.follow.streams.stream_services import StreamServices
 from kvrouter.router.index.store import keys, registry
 from kvrouter.router.index.store.commit import WorkerImage
 from kvrouter.router.index.store.store import IndexStore
@@ -40,7 +41,7 @@ REGISTRY_READ_S = 10.0
 # How often the keys that all routers need are checked, and dropped if another program has put a value of another type
 # in their place.
 FOREIGN_LOOK_S = 1.0
-# The fields of a registration that a stream does not depend on.
+# The fields of a registration that a follower does not depend on.
 STREAMLESS_FIELDS = (
     "url",
     "engine_key",
@@ -76,7 +77,7 @@ class Fleet:
         metrics: FleetMetrics,
         clock: Callable[[], float],
         allowed: AllowList,
-        make_stream: Callable[[Registration], WorkerStream],
+        services: StreamServices,
     ) -> None:
         """Begin without workers.
 
@@ -89,10 +90,10 @@ class Fleet:
             metrics: Counts repairs and unreadable values.
             clock: Returns the time in seconds, monotonic.
             allowed: The hosts that workers may have.
-            make_stream: Returns a new stream for a registered worker, not started.
+            services: The services that all followers share.
         """
         self._registry = registry
-        self._streams = registry.streams
+        self._followers = registry.followers
         self._store = store
         self._max_workers = config.max_workers
         self._metrics = metrics
@@ -100,7 +101,7 @@ class Fleet:
         self._allowed = allowed
         self.peers = peers
         self._mirror = mirror
-        self._make_stream = make_stream
+        self._services = services
         self._lock = asyncio.Lock()
         # The version of the registry in Redis to which this process's registry is equal.
         self._version = 0
@@ -117,12 +118,12 @@ class Fleet:
         await self._follow_registry(await self._store.registry.version())
         # Announce this process only after the slow loading: from here on others hand workers over to it.
         await self.peers.beat()
-        for stream in self._streams.values():
-            stream.start()
+        for follower in self._followers.values():
+            follower.start()
 
     async def stop(self) -> None:
-        """Stop all streams. Call this after the end of the tasks; Redis keeps all commits."""
-        await asyncio.gather(*(stream.stop() for stream in self._streams.values()))
+        """Stop all followers. Call this after the end of the tasks; Redis keeps all commits."""
+        await asyncio.gather(*(follower.stop() for follower in self._followers.values()))
 
     async def watch_registry(self) -> None:
         """Apply the registrations and removals of other processes, until cancelled."""
@@ -152,7 +153,8 @@ class Fleet:
 
     async def _restore_registry(self) -> None:
         """Write the known registrations back to a store that lost some of them."""
-        registrations = {worker: msgspec.json.encode(stream.registration) for worker, stream in self._streams.items()}
+        known = self._registry.registrations()
+        registrations = {registration.worker: msgspec.json.encode(registration) for registration in known}
         log.warning(
             "registrations lost by Redis and written back",
             extra={"workers": len(registrations), "version": self._version},
@@ -167,7 +169,7 @@ class Fleet:
             version: The version that the registry in Redis had before this call. The entries read may be newer.
         """
         stored, left_out = await self._stored_registrations()
-        missing = self._streams.keys() - stored.keys()
+        missing = self._followers.keys() - stored.keys()
         if missing and version == self._version:
             # No change was announced: a node of a cluster lost the entries, or the announcement is still to come.
             if missing == self._missing:
@@ -182,24 +184,24 @@ class Fleet:
         moved = {worker for worker in missing if worker[1:] in {stored_worker[1:] for stored_worker in stored}}
         await self._end_all(missing - moved)
         for worker, registration in stored.items():
-            stream = self._streams.get(worker)
-            if stream is not None and stream.registration == registration:
+            follower = self._followers.get(worker)
+            if follower is not None and follower.state.registration == registration:
                 continue
-            if stream is not None and _same_stream(stream.registration, registration):
-                self._update(stream, registration)
+            if follower is not None and _same_follower(follower.state.registration, registration):
+                self._update(follower, registration)
                 continue
             same_ids = self._registry.workers_with(worker.worker_id, worker.dp_rank)
             if replaced := [other for other in same_ids if other == worker or other in moved]:
                 await self._replace(replaced, registration, partial(self._forget_all, replaced))
                 continue
-            if len(self._streams) >= self._max_workers:
+            if len(self._followers) >= self._max_workers:
                 log.warning("registered worker left out: raise max_workers", extra={"worker": worker})
                 left_out[worker] = (
                     f"this router already follows {self._max_workers} workers, its limit: raise max_workers"
                 )
                 continue
             await self._begin(registration)
-        await self._end_all(moved & self._streams.keys())
+        await self._end_all(moved & self._followers.keys())
         self._registry.leave_out(left_out)
         self._version = version
         return True
@@ -219,19 +221,19 @@ class Fleet:
                 stored[worker] = read[1] if read is not None and read[0] == raw else registry.decode(worker, raw)
             except StoredValueError as error:
                 unreadable.append(error)
-                if worker not in self._streams:
+                if worker not in self._followers:
                     left_out[worker] = f"its registration cannot be read here: {error}"
         self._read = {worker: (raws[worker], registration) for worker, registration in stored.items()}
         unreadable_fields = {(error.key, error.field) for error in unreadable}
         self._illegible = {
             worker
-            for worker in self._streams
+            for worker in self._followers
             if unreadable_fields
             and not {(keys.registry(worker.model), field) for field in ("", keys.registry_field(worker))}.isdisjoint(
                 unreadable_fields
             )
         }
-        stored |= {worker: self._streams[worker].registration for worker in self._illegible}
+        stored |= {worker: self._followers[worker].state.registration for worker in self._illegible}
         self._take_problems([str(error) for error in unreadable])
         return stored, left_out
 
@@ -255,24 +257,24 @@ class Fleet:
             raise HostNotAllowed(problem)
         async with self._lock:
             worker = registration.worker
-            stream = self._streams.get(worker)
-            same_url = stream is not None and stream.registration.url == registration.url is not None
-            if stream is not None and same_url and registration.engine is None:
+            follower = self._followers.get(worker)
+            same_url = follower is not None and follower.state.registration.url == registration.url is not None
+            if follower is not None and same_url and registration.engine is None:
                 # The detected kind of an engine stays if the same engine is registered without a kind.
-                registration = msgspec.structs.replace(registration, engine=stream.registration.engine)
-            is_known = stream is not None and _says_the_same(stream.registration, registration)
+                registration = msgspec.structs.replace(registration, engine=follower.state.registration.engine)
+            is_known = follower is not None and _says_the_same(follower.state.registration, registration)
             if is_known and worker not in self._illegible and not await self._may_have_changed():
                 return
             replaced = self._registry.workers_with(worker.worker_id, worker.dp_rank)
             for other in replaced:
-                _check_owner(self._streams[other].registration, registration)
+                _check_owner(self._followers[other].state.registration, registration)
             raw = msgspec.json.encode(registration)
-            if stream is not None and _same_stream(stream.registration, registration):
+            if follower is not None and _same_follower(follower.state.registration, registration):
                 version = await self._store.registry.put(worker, raw)
-                self._update(stream, registration)
+                self._update(follower, registration)
                 self._take_version(version)
                 return
-            if len(self._streams) >= self._max_workers and not replaced:
+            if len(self._followers) >= self._max_workers and not replaced:
                 raise Conflict(
                     f"{self._max_workers} workers are registered, as many as this router follows: unregister one, or raise "
                     "max_workers",
@@ -280,7 +282,7 @@ class Fleet:
                 )
 
             async def put() -> int:
-                if stream is not None:
+                if follower is not None:
                     await self._store.registry.void(worker)
                 version = await self._store.registry.put(worker, raw)
                 # Drop the others after the put, so that no reader of the registry misses both.
@@ -309,9 +311,9 @@ class Fleet:
         if version == self._version + 1:
             self._version = version
 
-    def _update(self, stream: WorkerStream, registration: Registration) -> None:
-        """Take over a registration that differs only in fields on which the stream does not depend."""
-        if stream.registration.drains != registration.drains:
+    def _update(self, follower: Follower, registration: Registration) -> None:
+        """Take over a registration that differs only in fields on which the follower does not depend."""
+        if follower.state.registration.drains != registration.drains:
             state = "draining" if registration.drains else "active"
             log.info("worker", extra={"worker": registration.worker, "state": state})
         self._registry.update(registration)
@@ -330,15 +332,15 @@ class Fleet:
         async with self._lock:
             matching = [
                 worker
-                for worker in self._streams
+                for worker in self._followers
                 if worker.worker_id == worker_id and dp_rank in (None, worker.dp_rank) and model in (None, worker.model)
             ]
             claimed: set[tuple[str, int]] = set()
-            for source in {self._streams[worker].registration.source for worker in matching}:
+            for source in {self._followers[worker].state.registration.source for worker in matching}:
                 claimed |= await self.peers.claimed(source, own=True)
             for worker in matching:
                 if (worker.worker_id, worker.dp_rank) in claimed:
-                    source = self._streams[worker].registration.source
+                    source = self._followers[worker].state.registration.source
                     raise Conflict(
                         f"worker {worker_id!r} would come back at once: take it out of {PLACES.get(source, source)}; or drain "
                         'it (`kvrouter drain`, or PATCH its state to "draining"), and it gets no new request',
@@ -351,8 +353,8 @@ class Fleet:
     async def withdraw(self, worker: WorkerKey, source: str) -> bool:
         """Drop a worker that its source no longer lists; return False if the worker does not belong to this source."""
         async with self._lock:
-            stream = self._streams.get(worker)
-            if stream is None or stream.registration.source != source:
+            follower = self._followers.get(worker)
+            if follower is None or follower.state.registration.source != source:
                 return False
             await self._drop(worker)
             return True
@@ -371,16 +373,16 @@ class Fleet:
             store: Changes Redis accordingly; called once this process no longer follows the replaced workers.
         """
         for other in replaced:
-            stream = self._streams[other]
-            stream.set_image_problem(REPLACED)
-            await stream.stop()
+            follower = self._followers[other]
+            follower.state.on_image_problem(REPLACED)
+            await follower.stop()
             await self._mirror.forget(other)
         try:
             stored = await store()
             await self._begin(registration, replaced)
         except StoreError as error:
             for other in replaced:
-                await self._begin(self._streams[other].registration, [other], problem=str(error))
+                await self._begin(self._followers[other].state.registration, [other], problem=str(error))
             raise
         return stored
 
@@ -391,31 +393,31 @@ class Fleet:
 
         Args:
             registration: The worker's registration.
-            replaced: Workers to remove from the registry in the same step; their streams have ended.
+            replaced: Workers to remove from the registry in the same step; their followers have ended.
             problem: Why the worker cannot be loaded from Redis now; "" loads it.
         """
         worker = registration.worker
-        stream = self._make_stream(registration)
+        follower = Follower(registration, self._services)
         image = WorkerImage.empty(worker)
         try:
             if not problem:
                 image = await self._store.load(worker)
-                stream.prepare(image, {} if image.epoch is None else await self._store.load_copies(worker))
-                problem = stream.unreadable(image)
+                follower.prepare(image, {} if image.epoch is None else await self._store.load_copies(worker))
+                problem = follower.state.unreadable(image)
         except StoredValueError as error:
             problem = str(error)
-            stream.prepare(WorkerImage.empty(worker), {})
+            follower.prepare(WorkerImage.empty(worker), {})
         # Nothing below waits, so no reader sees the old workers go before the new one comes.
         for other in replaced:
             self._registry.remove(other)
             self._metrics.forget_worker(other)
-        self._registry.add(stream)
+        self._registry.add(follower)
         if problem:
             self._mirror.take_unreadable(worker, problem)
         else:
             self._mirror.take_image(image)
         if self.peers.attends:
-            stream.start()
+            follower.start()
 
     async def _drop(self, worker: WorkerKey) -> None:
         """Drop the worker here and in Redis."""
@@ -434,10 +436,10 @@ class Fleet:
     async def _forget_all(self, workers: Collection[WorkerKey]) -> None:
         """Delete the index in Redis of workers that were followed here; they are still shown."""
         for worker in workers:
-            await self._streams[worker].forget()
+            await self._followers[worker].forget()
 
     async def _forget(self, worker: WorkerKey) -> None:
-        """Remove a worker whose stream has ended from the mirror and the metrics."""
+        """Remove a worker whose follower has ended from the mirror and the metrics."""
         await self._mirror.forget(worker)
         self._metrics.forget_worker(worker)
 
@@ -463,6 +465,6 @@ def _says_the_same(known: Registration, new: Registration) -> bool:
     return known == new
 
 
-def _same_stream(old: Registration, new: Registration) -> bool:
+def _same_follower(old: Registration, new: Registration) -> bool:
     """Return whether two registrations differ at most in STREAMLESS_FIELDS."""
     return msgspec.structs.replace(old, **{name: getattr(new, name) for name in STREAMLESS_FIELDS}) == new

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mirror and its two kinds of writers.
 
-The stream of a worker that this process follows writes the worker's part of the mirror (its lead). The parts of all
+The follower of a worker that this process follows writes the worker's part of the mirror (its lead). The parts of all
 other workers are written from their logs in Redis.
 
-Invariant: each worker has exactly one writer. `lead` ends the reading of the worker's log before its stream may write.
+Invariant: each worker has exactly one writer. `lead` ends the reading of the worker's log before its follower may write.
 `follow_log` ends the lead, loads the worker from Redis, and continues with its log. A write by any other writer is a
 defect, and is refused.
 """
@@ -29,7 +29,7 @@ from kvrouter.router.base.redis_client.errors import StoredValueError, StoreErro
 from kvrouter.router.follow.fleet.fleet_metrics import FleetMetrics
 from kvrouter.router.follow.fleet.store_contact import StoreContact
 from kvrouter.router.follow.fleet.worker_registry import WorkerRegistry
-from kvrouter.router.follow.streams.worker_stream import WorkerStream
+from kvrouter.router.follow.streams.follower import Follower
 from kvrouter.router.index.ingest.net_changes import ResidencyDelta
 from kvrouter.router.index.matching.mirror import Mirror, MirrorFull
 from kvrouter.router.index.store.commit import WorkerImage
@@ -41,7 +41,7 @@ log = logging.getLogger("kvrouter.mirror")
 
 # How many log entries, and how many transitions (a block became resident or stopped being so), are applied before the
 # event loop gets to answer requests again. This takes about a millisecond at 2,048 transitions an entry, and some
-# milliseconds for the largest possible entry (MAX_PENDING_BLOCKS of a stream).
+# milliseconds for the largest possible entry (MAX_PENDING_BLOCKS of a worker).
 ENTRIES_PER_TURN = 8
 BLOCKS_PER_TURN = 32_768
 
@@ -69,7 +69,7 @@ class _Reloading(msgspec.Struct):
 
 
 class MirrorSync:
-    """The component that writes the mirror; the registry's streams use it as their `MirrorSource`.
+    """The component that writes the mirror; the registry's followers use it as their `MirrorSource`.
 
     Invariant: each worker's part of the mirror has exactly one writer, as the module's docstring explains.
     """
@@ -89,7 +89,7 @@ class MirrorSync:
         """Begin with an empty mirror.
 
         Args:
-            registry: The workers, and their streams.
+            registry: The workers, and their followers.
             store: Reads workers from Redis.
             contact: Learns which logs cannot be read.
             metrics: Counts refused blocks and errors.
@@ -98,7 +98,7 @@ class MirrorSync:
             supervisor: Runs the tasks that read the logs.
             budget_bytes: The most memory that the mirror may take.
         """
-        self._streams = registry.streams
+        self._followers = registry.followers
         self._store = store
         self._contact = contact
         self._metrics = metrics
@@ -111,7 +111,7 @@ class MirrorSync:
         self._reload_wanted = asyncio.Event()
         # Whether `follow` applies the entries of the logs.
         self._follows = False
-        # Workers whose stream in this process writes the mirror.
+        # Workers whose follower in this process writes the mirror.
         self._led: set[WorkerKey] = set()
         # Workers whose remaining items in the present batch must be skipped, because they come from an old log position.
         self._moved: set[WorkerKey] = set()
@@ -132,8 +132,8 @@ class MirrorSync:
         self._led.add(worker)
         self._reloads.pop(worker, None)
         await self._leave_log(worker)
-        if (stream := self._streams.get(worker)) is not None:
-            stream.set_image_problem("")
+        if (follower := self._followers.get(worker)) is not None:
+            follower.state.on_image_problem("")
 
     async def _leave_log(self, worker: WorkerKey) -> None:
         self._moved.add(worker)
@@ -144,10 +144,10 @@ class MirrorSync:
         """End the lead, load the worker from the store, and follow its log from there. Raises StoreError."""
         try:
             image = await self._store.load(worker)
-            problem = "" if worker not in self._streams else self._streams[worker].unreadable(image)
+            problem = "" if worker not in self._followers else self._followers[worker].state.unreadable(image)
         except StoredValueError as error:
             problem = str(error)
-        if worker in self._streams:
+        if worker in self._followers:
             self._led.discard(worker)
             if problem:
                 self.take_unreadable(worker, problem)
@@ -184,14 +184,14 @@ class MirrorSync:
         """Replace the worker's blocks in the mirror with those of its stored image, and follow its log from there."""
         worker = image.worker
         if worker in self._led:
-            raise RuntimeError(f"{worker} is led here, so only its stream may change its part of the mirror")
+            raise RuntimeError(f"{worker} is led here, so only its follower may change its part of the mirror")
         self._moved.add(worker)
         self._reloads.pop(worker, None)
         self.mirror.begin_epoch(worker, image.epoch or "")
         self._load(worker, image.places)
         self._follower.add_image(image)
-        self._streams[worker].take_image(image)
-        self._streams[worker].set_image_problem("")
+        self._followers[worker].state.on_image(image)
+        self._followers[worker].state.on_image_problem("")
 
     def take_unreadable(self, worker: WorkerKey, problem: str) -> None:
         """Begin a new worker empty, because its values in Redis cannot be read, and retry the loading."""
@@ -217,7 +217,7 @@ class MirrorSync:
             self._add(worker, change.place, change.added)
 
     def _reads_log(self, worker: WorkerKey) -> bool:
-        return worker in self._streams and worker not in self._led
+        return worker in self._followers and worker not in self._led
 
     def refused(self, worker: WorkerKey) -> int:
         """Return how many blocks of the worker's epoch found no room in the mirror."""
@@ -242,7 +242,7 @@ class MirrorSync:
         except Exception:
             # Items were taken and not applied. Until `follow` runs again, no content of the logs is known here.
             self._follows = False
-            for worker in self._streams:
+            for worker in self._followers:
                 self._want_reload(
                     worker, "an internal error keeps the logs from being followed: they are again in a moment"
                 )
@@ -285,32 +285,31 @@ class MirrorSync:
         lost = [worker for worker in workers if self._reads_log(worker)]
         self._contact.lose_logs(lost, reason)
         for worker in lost:
-            self._streams[worker].log_heard(False)
+            self._followers[worker].state.on_log_heard(False)
 
     def _regain_store(self, workers: Collection[WorkerKey]) -> None:
         self._contact.regain_logs(workers)
         for worker in workers:
-            if (stream := self._streams.get(worker)) is not None:
-                stream.log_heard(True)
+            if (follower := self._followers.get(worker)) is not None:
+                follower.state.on_log_heard(True)
 
     def _apply(self, entry: LogEntry) -> None:
-        """Apply a log entry to the mirror and to the worker's stream, unless the worker is about to be loaded again."""
+        """Apply a log entry to the mirror and to the worker's state, unless the worker is about to be loaded again."""
         worker = entry.worker
-        stream = self._streams.get(worker)
-        if stream is None or worker in self._reloads:
+        follower = self._followers.get(worker)
+        if follower is None or worker in self._reloads:
             return
         slots = self.mirror.worker(worker)
         if slots is None or entry.opened_epoch or slots.epoch != entry.epoch:
             self.mirror.begin_epoch(worker, entry.epoch)
         self._change(worker, entry.changes)
-        stream.take_entry(entry)
-        stream.shown(entry.epoch, entry.last_seq)
+        follower.state.on_entry(entry)
 
     def _want_reload(self, worker: WorkerKey, reason: str) -> None:
         """Have the worker loaded by `reload`. It earns no credit until then, as its changes are not known here."""
         if self._reads_log(worker):
             self._reloads[worker] = _Reloading(self._clock())
-            self._streams[worker].set_image_problem(reason)
+            self._followers[worker].state.on_image_problem(reason)
             self._reload_wanted.set()
 
     async def reload(self) -> None:
@@ -336,11 +335,11 @@ class MirrorSync:
 
     async def _load_again(self, worker: WorkerKey) -> None:
         """Try to load the worker from Redis and to follow its log; schedule another try after a failure."""
-        reloading, stream = self._reloads[worker], self._streams.get(worker)
+        reloading, follower = self._reloads[worker], self._followers.get(worker)
         try:
             await self._follower.remove(worker)
             image = await self._store.load(worker)
-            problem = "" if stream is None else stream.unreadable(image)
+            problem = "" if follower is None else follower.state.unreadable(image)
         except StoredValueError as error:
             problem = str(error)
         except StoreError as error:
@@ -349,23 +348,27 @@ class MirrorSync:
                 self._lose_store([worker], str(error))
             return
         # The worker may have been dropped, or registered again, meanwhile.
-        if stream is None or self._reloads.get(worker) is not reloading or self._streams.get(worker) is not stream:
+        if (
+            follower is None
+            or self._reloads.get(worker) is not reloading
+            or self._followers.get(worker) is not follower
+        ):
             return
         if problem:
             reloading.put_off(self._clock())
             if reloading.reason != problem:
                 reloading.reason = problem
-                self._unreadable(stream, problem)
+                self._unreadable(follower, problem)
             with contextlib.suppress(StoreError):
                 await self._store.report_unreadable(worker, problem)
         else:
             self.take_image(image)
             self._regain_store([worker])
 
-    def _unreadable(self, stream: WorkerStream, problem: str) -> None:
+    def _unreadable(self, follower: Follower, problem: str) -> None:
         self._metrics.unreadable_values["worker"].inc()
-        log.error("stored values not readable", extra={"worker": stream.worker, "reason": problem})
-        stream.set_image_problem(problem)
+        log.error("stored values not readable", extra={"worker": follower.worker, "reason": problem})
+        follower.state.on_image_problem(problem)
 
     async def sweep(self) -> None:
         """Free the memory of ended epochs, until cancelled."""

@@ -50,7 +50,7 @@ class RegistrationMark:
         log.error("registrations lost", extra={"reason": self.problem})
 
     def _on_members(self, worker: WorkerKey | None) -> None:
-        is_empty = not (self._registry.streams or self._registry.left_out)
+        is_empty = not (self._registry.followers or self._registry.left_out)
         if not is_empty:
             self.problem = ""
         if self._path is None or self._is_set is not is_empty:

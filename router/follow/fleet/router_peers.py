@@ -145,8 +145,8 @@ class RouterPeers:
     def _own_refusals(self) -> dict[str, str]:
         if self._refuses is None:
             self._refuses = {keys.worker_tag(worker): reason for worker, reason in self._registry.left_out.items()}
-            streams = self._registry.streams.values()
-            self._refuses |= {stream.tag: refusal for stream in streams if (refusal := stream.refusal)}
+            states = [follower.state for follower in self._registry.followers.values()]
+            self._refuses |= {state.tag: refusal for state in states if (refusal := state.facts.refusal)}
         return self._refuses
 
     async def beat_always(self) -> None:
@@ -168,7 +168,7 @@ class RouterPeers:
     async def judge_followers(self) -> None:
         """Mark the workers whose followers are not heard, even while Redis does not answer, until cancelled."""
         while True:
-            # The judgement is a method of its own, because a loop variable here would keep the last stream alive.
+            # The judgement is a method of its own, because a loop variable here would keep the last follower alive.
             self._judge_followers()
             await asyncio.sleep(INTERVAL_S)
 
@@ -176,14 +176,14 @@ class RouterPeers:
         now_s = self._clock()
         self._contact.judge(is_refused=bool(self._held.refused))
         silence = self._contact.silence
-        if len(self._held.holdings) == len(self._registry.streams):
+        if len(self._held.holdings) == len(self._registry.followers):
             # This process follows all workers, as a process without others does.
             return
         unheard = silence and f"{silence}: what the router that follows this worker learns is not known here"
-        for stream in self._registry.streams.values():
-            if stream.tag not in self._held.holdings:
-                problem = self._membership.follower_problem(stream.tag, now_s, stream.position)
-                stream.follower_heard(unheard or problem)
+        for follower in self._registry.followers.values():
+            if follower.state.tag not in self._held.holdings:
+                problem = self._membership.follower_problem(follower.state.tag, now_s, follower.state.peer.position)
+                follower.state.on_follower_heard(unheard or problem)
 
     def is_mine(self, worker: WorkerKey) -> bool:
         """Return whether this process should follow the worker.
@@ -191,8 +191,8 @@ class RouterPeers:
         With several routers, a new worker is assigned within ASSIGNMENT_PAUSE_S, and the answer is False until then.
         """
         if self._is_alone:
-            stream = self._registry.streams.get(worker)
-            return stream is not None and not stream.refusal
+            follower = self._registry.followers.get(worker)
+            return follower is not None and not follower.state.facts.refusal
         self._assign_if_due()
         return worker in self._mine
 
@@ -211,7 +211,7 @@ class RouterPeers:
         if self._mine_holds or self._clock() < self._mine_s + ASSIGNMENT_PAUSE_S:
             return
         refused: dict[WorkerKey, set[str]] = {}
-        for worker in (*self._registry.streams, *self._registry.left_out):
+        for worker in (*self._registry.followers, *self._registry.left_out):
             tag = keys.worker_tag(worker)
             refused[worker] = set(self._membership.refusals.get(tag, ()))
             if tag in self._own_refusals():

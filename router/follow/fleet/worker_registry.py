@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registered workers, their streams, and the subscribers to changes.
+"""The registered workers, their followers, and the subscribers to changes.
 
 A process has one registry, on one asyncio loop. Only `fleet.py` changes it, and keeps it equal to the registry in Redis.
 Subscribers are called at once, in the order of their subscription, and must not wait.
@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from kvrouter.router.base.common.ids import WorkerKey
-from kvrouter.router.follow.streams.worker_stream import WorkerStream
+from kvrouter.router.follow.streams.follower import Follower
+from kvrouter.router.follow.streams.worker_state import WorkerState
 from kvrouter.router.index.matching.matcher import WorkerView
 from kvrouter.router.model.engines.engine_metrics import EngineLoad
 from kvrouter.router.model.workers.registration import Registration
@@ -22,14 +23,14 @@ from kvrouter.router.model.workers.stream_state import StreamState
 class WorkerRegistry:
     """The registered workers of a process.
 
-    Invariant: `streams` has one stream for each registered worker that is not left out, in the order of registration.
+    Invariant: `followers` has one follower for each registered worker that is not left out, in the order of registration.
     """
 
     def __init__(self) -> None:
-        self._streams: dict[WorkerKey, WorkerStream] = {}
-        # A read-only view of `_streams`.
-        self.streams: Mapping[WorkerKey, WorkerStream] = MappingProxyType(self._streams)
-        # The registered workers that have no stream here, with the reasons.
+        self._followers: dict[WorkerKey, Follower] = {}
+        # A read-only view of `_followers`.
+        self.followers: Mapping[WorkerKey, Follower] = MappingProxyType(self._followers)
+        # The registered workers that have no follower here, with the reasons.
         self.left_out: Mapping[WorkerKey, str] = {}
         # Why entries of the registry in Redis cannot be read, a sentence for each.
         self.problems: list[str] = []
@@ -69,30 +70,30 @@ class WorkerRegistry:
         self._loads += [] if load is None else [load]
         self._lives += [] if life is None else [life]
 
-    def add(self, stream: WorkerStream) -> None:
-        """Add a worker with its stream."""
-        self._streams[stream.worker] = stream
-        self._by_id.setdefault(stream.worker[1:], {})[stream.worker] = None
-        self._change_members(stream.worker)
+    def add(self, follower: Follower) -> None:
+        """Add a worker with its follower."""
+        self._followers[follower.worker] = follower
+        self._by_id.setdefault(follower.worker[1:], {})[follower.worker] = None
+        self._change_members(follower.worker)
 
     def update(self, registration: Registration) -> None:
-        """Take over a worker's registration that differs in nothing on which the stream depends."""
-        self._streams[registration.worker].update(registration)
+        """Take over a worker's registration that differs in nothing on which the follower depends."""
+        self._followers[registration.worker].update(registration)
         self._change_members(registration.worker)
 
-    def remove(self, worker: WorkerKey) -> WorkerStream:
-        """Remove a worker, and return its stream, which the caller must stop."""
-        stream = self._streams.pop(worker)
+    def remove(self, worker: WorkerKey) -> Follower:
+        """Remove a worker, and return its follower, which the caller must stop."""
+        follower = self._followers.pop(worker)
         same_name = self._by_id[worker[1:]]
         del same_name[worker]
         if not same_name:
             del self._by_id[worker[1:]]
         self._change_members(worker)
         self._tell_view(worker, None)
-        return stream
+        return follower
 
     def leave_out(self, reasons: Mapping[WorkerKey, str]) -> None:
-        """Set which registered workers have no stream here, and why."""
+        """Set which registered workers have no follower here, and why."""
         if reasons != self.left_out:
             self.left_out = reasons
             self._change_members(None)
@@ -103,9 +104,9 @@ class WorkerRegistry:
             subscriber(worker)
 
     def view_changed(self, worker: WorkerKey) -> None:
-        """Pass on the view of a worker's stream, unless the worker is not added yet or was removed."""
-        if (stream := self._streams.get(worker)) is not None:
-            self._tell_view(worker, stream.view)
+        """Pass on the view of a worker, unless the worker is not added yet or was removed."""
+        if (follower := self._followers.get(worker)) is not None:
+            self._tell_view(worker, follower.state.view)
 
     def _tell_view(self, worker: WorkerKey, view: WorkerView | None) -> None:
         """Call the subscribers to lives, if the life changed, and to views."""
@@ -126,7 +127,7 @@ class WorkerRegistry:
     def registrations(self) -> Sequence[Registration]:
         """Return all registrations, as the same object until one of them changes."""
         if self._registrations is None:
-            self._registrations = tuple(stream.registration for stream in self._streams.values())
+            self._registrations = tuple(follower.state.registration for follower in self._followers.values())
         return self._registrations
 
     def workers_with(self, worker_id: str, dp_rank: int) -> list[WorkerKey]:
@@ -135,15 +136,15 @@ class WorkerRegistry:
 
     def models(self) -> list[str]:
         """Return the models of all workers, sorted."""
-        return sorted({worker.model for worker in self._streams})
+        return sorted({worker.model for worker in self._followers})
 
-    def streams_by_model(self) -> dict[str, list[WorkerStream]]:
+    def states_by_model(self) -> dict[str, list[WorkerState]]:
         """Return the workers of each model that are not down."""
-        streams: dict[str, list[WorkerStream]] = {}
-        for worker, stream in self._streams.items():
-            if stream.view.state is not StreamState.DOWN:
-                streams.setdefault(worker.model, []).append(stream)
-        return streams
+        states: dict[str, list[WorkerState]] = {}
+        for worker, follower in self._followers.items():
+            if follower.state.view.state is not StreamState.DOWN:
+                states.setdefault(worker.model, []).append(follower.state)
+        return states
 
     def prefill_workers(self, model: str) -> frozenset[WorkerKey]:
         """Return the workers of a model that only compute prompts, for other workers."""
@@ -157,18 +158,18 @@ class WorkerRegistry:
 
     def engine_start_s(self, worker: WorkerKey) -> float | None:
         """Return when the process of a worker's engine started, or None if that is not known."""
-        stream = self._streams.get(worker)
-        return None if stream is None else stream.engine_start_s
+        follower = self._followers.get(worker)
+        return None if follower is None else follower.state.engine_start_s
 
     def is_down(self, worker: WorkerKey) -> bool | None:
         """Return whether a worker's engine is gone, or None if the worker is not registered."""
-        stream = self._streams.get(worker)
-        return None if stream is None else stream.view.state is StreamState.DOWN
+        follower = self._followers.get(worker)
+        return None if follower is None else follower.state.view.state is StreamState.DOWN
 
     def is_draining(self, worker: WorkerKey) -> bool:
         """Return whether an operator drains the worker."""
-        stream = self._streams.get(worker)
-        return stream is not None and stream.registration.draining
+        follower = self._followers.get(worker)
+        return follower is not None and follower.state.registration.draining
 
     def drains(self, worker: WorkerKey) -> bool:
         """Return whether the worker takes no new requests, because an operator or its source drains it."""
@@ -180,10 +181,10 @@ class WorkerRegistry:
 
     def handover(self, worker: WorkerKey) -> HandoverWay:
         """Return how the worker is handed a prompt that another worker computed."""
-        stream = self._streams.get(worker)
-        return HandoverWay.KV_TRANSFER_PARAMS if stream is None else stream.registration.handover
+        follower = self._followers.get(worker)
+        return HandoverWay.KV_TRANSFER_PARAMS if follower is None else follower.state.registration.handover
 
     def given_id(self, worker: WorkerKey) -> str | int:
         """Return the worker's id as registered, as a number if it was one."""
-        stream = self._streams.get(worker)
-        return worker.worker_id if stream is None else stream.registration.given_id
+        follower = self._followers.get(worker)
+        return worker.worker_id if follower is None else follower.state.registration.given_id

@@ -10,20 +10,19 @@ import asyncio
 from collections.abc import Callable
 from http import HTTPStatus
 
-from kvrouter.router.follow.streams.commit_loop import CommitLoop
+from kvrouter.router.follow.streams.commits import Commits
 from kvrouter.router.follow.streams.offload_watch import parse_offload
 from kvrouter.router.follow.streams.stream_services import StreamServices
-from kvrouter.router.follow.streams.worker_record import WorkerRecord
+from kvrouter.router.follow.streams.worker_state import WorkerState
 from kvrouter.router.index.ingest.engine_liveness import (
     EngineBack,
     EngineLiveness,
-    EngineLost,
     EngineRestarted,
     NoPulse,
     Pulse,
     VitalSign,
 )
-from kvrouter.router.model.engines.engine_metrics import EngineLoad, engine_life, engine_ranks, parse_engine_load
+from kvrouter.router.model.engines.engine_metrics import engine_life, engine_ranks, parse_engine_load
 from kvrouter.router.model.upstream.engine_client import EngineClient
 from kvrouter.router.model.upstream.failure import Failure
 from kvrouter.router.model.upstream.origin import Target, target_of
@@ -49,31 +48,27 @@ MAX_METRICS_BYTES = 8 * 1024**2
 FIRST_ERROR_STATUS = 500
 
 
+# Why the stream is read again when the ranks of a worker's own become known.
+RANKS_LATE = "batches of its own rank were left out before the engine named its ranks"
+
+
 class EnginePoller:
     """The polls of one worker's engine while this process follows its stream.
 
-    The answers go to the worker's record. If another life of the engine may have begun, the stream is read again.
+    The answers go to the worker's state. If another life of the engine may have begun, the stream is read again.
     """
 
-    def __init__(
-        self,
-        record: WorkerRecord,
-        commits: CommitLoop,
-        services: StreamServices,
-        engine_load: Callable[[EngineLoad], None],
-    ) -> None:
+    def __init__(self, state: WorkerState, commits: Commits, services: StreamServices) -> None:
         """Begin without polling.
 
         Args:
-            record: The worker's record, which takes the answers.
+            state: The worker's state, which takes the answers.
             commits: Writes changes of the worker's state to the store.
             services: The services that all streams of the process share.
-            engine_load: Called with the load of the engine core that has the worker's rank.
         """
-        self._record = record
+        self._state = state
         self._commits = commits
         self._services = services
-        self._engine_load = engine_load
         self._url = ""
         self._target: Target | None = None
         # Set by `ask_now` and at the end of a pause.
@@ -94,36 +89,38 @@ class EnginePoller:
         self._wants_start = True
         self._due.set()
 
-    def judge_ranks(self) -> None:
-        """Apply the present knowledge of the ranks that the worker's events may name."""
-        if self._record.ingest.allow_ranks(self._record.allowed_ranks()) and self.expire is not None:
-            self.expire("batches of its own rank were left out before the engine named its ranks")
-        self._record.refresh()
+    def read_again(self, reason: str) -> None:
+        """Have the followed stream read again, if one is followed."""
+        if self.expire is not None:
+            self.expire(reason)
 
     async def run(self) -> None:
         """Poll until cancelled; return at once if the engine cannot be polled."""
-        facts, services = self._record.facts, self._services
-        url, interval_s = self._record.registration.url, services.config.health_interval_s
+        state, services = self._state, self._services
+        url, interval_s = state.registration.url, services.config.health_interval_s
         if url is None or services.http is None or not interval_s:
             return
         self.move(url)
-        contact = self._record.ingest.profile.contact
-        facts.vitals = EngineLiveness(facts.vitals.start_s, absent=bool(contact.absent), lost=bool(contact.down))
+        contact = state.ingest.profile.contact
+        liveness = EngineLiveness(state.facts.engine_start_s, absent=bool(contact.absent), lost=bool(contact.down))
         number = 0
         while True:
-            with_start = self._wants_start or facts.vitals.start_s is None or number % METRICS_EVERY == 0
+            with_start = self._wants_start or liveness.start_s is None or number % METRICS_EVERY == 0
             self._wants_start = False
             self._due.clear()
             number += 1
             async with services.polls:
-                sign = await self._ask(services.http, self._record.profile.engine.health_path)
+                sign = await self._ask(services.http, state.profile.engine.health_path)
                 requested_s = services.clock()
                 if with_start and isinstance(sign, Pulse):
                     # This is no sign of life by itself, as /metrics is answered even while the engine core is gone.
                     metrics_sign = await self._ask(services.http, METRICS_PATH)
                     sign = metrics_sign if isinstance(metrics_sign, Pulse) else sign
-            for vital_sign in () if sign is None else facts.vitals.observe(sign, requested_s):
-                self._take(vital_sign)
+            if sign is not None:
+                signs = liveness.observe(sign, requested_s)
+                state.on_engine_start(liveness.start_s)
+                for vital_sign in signs:
+                    self._take(vital_sign)
             # Not asyncio.timeout, because it would end every pause with two exceptions.
             pause_s = interval_s * services.rng.uniform(1 - JITTER, 1 + JITTER)
             timer = asyncio.get_running_loop().call_later(pause_s, self._due.set)
@@ -133,16 +130,10 @@ class EnginePoller:
                 timer.cancel()
 
     def _take(self, sign: VitalSign) -> None:
-        """Apply a change of the engine's life to the record, and read the stream again if another life may have begun."""
-        ingest = self._record.ingest
-        ingest.on_liveness(sign)
-        if isinstance(sign, EngineLost):
-            self._record.facts.forget_process()
-        if isinstance(sign, EngineBack | EngineRestarted) and self.expire is not None:
-            self.expire("the engine answers again" if isinstance(sign, EngineBack) else sign.reason)
-            ingest.reports.wants_snapshot = None
-        self._record.refresh()
-        self._record.schedule_write()
+        """Report a change of the engine's life, and have the stream read again if another life may have begun."""
+        if isinstance(sign, EngineBack | EngineRestarted):
+            self.read_again("the engine answers again" if isinstance(sign, EngineBack) else sign.reason)
+        self._state.on_life_sign(sign)
 
     async def _ask(self, http: EngineClient, path: str) -> Pulse | NoPulse | None:
         """Request the path and return the sign of life, or None if this process was too slow to judge."""
@@ -165,22 +156,15 @@ class EnginePoller:
 
     def _pulse(self, page: bytes) -> Pulse:
         """Take the facts of a metrics page, and return the sign of life in it."""
-        facts, dp_rank = self._record.facts, self._record.registration.worker.dp_rank
-        engine = self._record.profile.engine
-        gauges, life = engine.gauges, engine_life(page, engine.gauges)
-        if life is not None and facts.vitals.start_s not in (None, life):
-            # The page comes from another process than the previous page.
-            facts.forget_process()
-        if (load := parse_engine_load(page, dp_rank, gauges)) is not None:
-            self._engine_load(load)
-        if (ranks := engine_ranks(page, gauges)) and ranks != facts.engine_ranks:
-            facts.engine_ranks = ranks
-            self.judge_ranks()
-        if (offload := parse_offload(page, dp_rank)) is not None:
-            facts.offload.observe(offload, self._services.clock())
+        state, engine = self._state, self._state.profile.engine
+        dp_rank, gauges = state.worker.dp_rank, engine.gauges
+        life, offload = engine_life(page, gauges), parse_offload(page, dp_rank)
+        state.on_metrics_page(life, offload, engine.cache_in(page, dp_rank))
+        if offload is not None:
             self._commits.wake()
-        if (cache := engine.cache_in(page, dp_rank)) is not None and cache != facts.cache:
-            facts.cache = cache
-            self._record.refresh()
-            self._record.schedule_write()
+        if (load := parse_engine_load(page, dp_rank, gauges)) is not None:
+            self._services.engine_load(state.worker, load)
+        ranks = engine_ranks(page, gauges)
+        if ranks and ranks != state.facts.engine_ranks and state.on_ranks(ranks):
+            self.read_again(RANKS_LATE)
         return Pulse(life)

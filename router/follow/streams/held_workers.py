@@ -18,7 +18,7 @@ class HeldLease(msgspec.Struct):
 class HeldWorkers:
     """The leases of one process, and its changes that wait for the store.
 
-    Workers are named by `keys.worker_tag`. The `LeaseHolder` and the `CommitLoop` of each worker keep the tables up to
+    Workers are named by `keys.worker_tag`. The `Lease` and the `Commits` of each worker keep the tables up to
     date.
     """
 

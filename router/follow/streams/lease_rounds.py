@@ -3,7 +3,7 @@
 
 One command renews the process's lease, however many workers it follows. A look checks whether the workers' own leases,
 and their data in the store, are as this process left them. Each round looks at some workers, or at all of them if the
-store or this process may have missed something. If a look cannot confirm a worker, the worker's holder judges it.
+store or this process may have missed something. If a look cannot confirm a worker, the worker's `Lease` judges it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvrouter.router.base.redis_client.errors import StoreError
-from kvrouter.router.index.store.commit import Lease
+from kvrouter.router.index.store.commit import LeaseValue
 from kvrouter.router.index.store.leases import LOOKS_PER_REQUEST, LeaseLook, Leases
 
 # How often per lease TTL it is checked whether a worker should change hands. This bounds the delay of a takeover beyond
@@ -31,15 +31,18 @@ ROUNDS_PER_CYCLE = 8
 
 
 class RoundMember(Protocol):
-    """The holder of one worker's lease, as a round sees it: the periodic request for the leases of all workers."""
+    """The lease of one worker, as a round sees it: the periodic request for the leases of all workers.
+
+    A protocol, because a `Lease` joins the rounds, so the two modules would import each other.
+    """
 
     def look(self) -> bool:
         """Judge whether the worker should change hands; return True if only another assignment can change the answer."""
 
-    def offer(self) -> tuple[Lease, LeaseLook] | None:
+    def offer(self) -> tuple[LeaseValue, LeaseLook] | None:
         """Return the member's lease and the request that reads it from the store, or None to skip the member."""
 
-    def take_reply(self, lease: Lease, holder: bytes | None, fields: list[bytes | None]) -> None:
+    def take_reply(self, lease: LeaseValue, holder: bytes | None, fields: list[bytes | None]) -> None:
         """Take the store's answer.
 
         Args:
@@ -48,10 +51,10 @@ class RoundMember(Protocol):
             fields: The head of the worker's `meta`.
         """
 
-    def doubt(self, lease: Lease) -> None:
+    def doubt(self, lease: LeaseValue) -> None:
         """Note that the server refused the request, or a request with which it was sent."""
 
-    def take_failure(self, lease: Lease, reason: str) -> None:
+    def take_failure(self, lease: LeaseValue, reason: str) -> None:
         """Note that the store could not be reached, for this reason."""
 
 

@@ -18,9 +18,19 @@ from kvrouter.router.index.ingest.net_changes import Hashes, ResidencyDelta
 from kvrouter.router.index.ingest.pending_commit import PendingCommit
 from kvrouter.router.index.ingest.worker_epoch import WorkerEpoch
 
+# Transitions that may wait for the store. If more wait and the store is slow, the socket is left unread for
+# BACKPRESSURE_S (ZMQ buffers, and later the publisher drops, which is a gap). If more wait and the store is away, they
+# are dropped, and everything that the worker holds is written when the store is back. The waiting transitions become one
+# commit, which every other router applies at once, in some milliseconds. With a bound of a million, one worker that
+# published as fast as it could held up everybody's answers for a second.
+MAX_PENDING_BLOCKS = 65_536
+
 
 class MirrorSource(Protocol):
     """The mirror as the follower of a worker uses it.
+
+    A protocol, because the component that writes the mirror (`fleet/mirror_sync.py`) is in a later room: it reads the
+    workers' states.
 
     Invariant: a worker's part of the mirror is written either by the worker's leader or from its log in the store.
     """
@@ -39,17 +49,15 @@ class MirrorSource(Protocol):
 
     def rename_epoch(self, worker: WorkerKey, epoch: str) -> None:
         """Rename the epoch of a worker that the caller leads, and keep its blocks."""
-        ...
 
     def change(self, worker: WorkerKey, changes: Sequence[ResidencyDelta]) -> None:
         """Apply changes of a led worker's residency."""
-        ...
 
 
 class MirrorLead:
     """The path of one worker's changes into the mirror and the store, while this process writes its part of the mirror."""
 
-    def __init__(self, worker: WorkerKey, mirror: MirrorSource, *, max_blocks: int) -> None:
+    def __init__(self, worker: WorkerKey, mirror: MirrorSource, *, max_blocks: int = MAX_PENDING_BLOCKS) -> None:
         """Begin with an empty backlog.
 
         Args:

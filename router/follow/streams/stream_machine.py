@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state machine of following one worker. Pure and synchronous.
 
-The shell (`worker_stream.py`, `source_switch.py`) reports each event, and `step` returns the next phase and the action
+The shell (`follower.py`, `event_source.py`) reports each event, and `step` returns the next phase and the action
 that the shell must take. The phase also decides which knowledge is shown: in ELSEWHERE the state that the worker's
 follower published, in every other phase what this process knows (`stream_view.py`).
 """

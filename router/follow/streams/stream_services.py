@@ -12,6 +12,7 @@ import zmq
 
 from kvrouter.events.transport.flood_watch import FloodWatch
 from kvrouter.events.transport.permits import Permits
+from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.common.task_supervisor import TaskSupervisor
 from kvrouter.router.follow.feed.event_feed import EventFeed
 from kvrouter.router.follow.streams.held_workers import HeldWorkers
@@ -21,6 +22,7 @@ from kvrouter.router.follow.streams.mirror_lead import MirrorSource
 from kvrouter.router.follow.streams.stream_metrics import StreamMetrics
 from kvrouter.router.index.store.store import IndexStore
 from kvrouter.router.model.config.settings import Config
+from kvrouter.router.model.engines.engine_metrics import EngineLoad
 from kvrouter.router.model.upstream.engine_client import EngineClient
 from kvrouter.router.model.workers.allow_list import AllowList
 
@@ -54,6 +56,15 @@ class StreamServices:
     mirror: MirrorSource
     # Publishes the events of the fleet.
     feed: EventFeed
+    # The rest of the fleet, which knows the streams, is known to them only by these functions.
+    # Returns whether this process should follow a worker.
+    mine: Callable[[WorkerKey], bool]
+    # Returns whether the router with a token has not named a worker in its heartbeats since a time.
+    disowns: Callable[[str, WorkerKey, float], bool]
+    # Called when the view of a worker has changed.
+    view_changed: Callable[[WorkerKey], None]
+    # Called with each load that the engine of a worker reports, for the core that has the worker's rank.
+    engine_load: Callable[[WorkerKey, EngineLoad], None]
     # Ends connections on which an event source sends more unread bytes than it may.
     watch: FloodWatch = dataclasses.field(default_factory=FloodWatch)
     # The secret CURVE key of the router for the engines' patches; None makes a new one for each connection.

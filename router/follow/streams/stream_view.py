@@ -12,10 +12,9 @@ import math
 import msgspec
 
 from kvrouter.contract.worker_status import EngineCache
-from kvrouter.router.follow.streams.lease_holder import ELSEWHERE
+from kvrouter.router.follow.streams.lease import ELSEWHERE
 from kvrouter.router.follow.streams.offload_watch import OffloadWatch
 from kvrouter.router.follow.streams.stream_machine import Phase
-from kvrouter.router.index.ingest.engine_liveness import EngineLiveness
 from kvrouter.router.model.workers.stream_state import CREDITED, SHOWN, StreamState, credited
 
 NO_FOLLOWER_YET = "no other router has been heard yet that follows this worker"
@@ -23,7 +22,7 @@ IMAGE_UNCONFIRMED = "the router that follows this worker has not confirmed yet w
 
 
 class Facts(msgspec.Struct):
-    """Everything that is known of a worker except its events.
+    """Everything that is known of a worker except its events; `WorkerState` owns and changes it.
 
     A problem is a sentence. Empty or None means that there is none.
     """
@@ -52,12 +51,11 @@ class Facts(msgspec.Struct):
     alone: bool = True
     # The ranks of the engine's cores.
     engine_ranks: tuple[int, ...] = ()
-    # Whether the following is about to end.
-    stopping: bool = False
+    # When the engine's process started, None if it is unknown.
+    engine_start_s: float | None = None
     # The next two fields are read from the metrics page of the engine's present process.
     offload: OffloadWatch = msgspec.field(default_factory=OffloadWatch)
     cache: EngineCache = EngineCache()
-    vitals: EngineLiveness = msgspec.field(default_factory=EngineLiveness)
 
     def forget_process(self) -> None:
         """Drop the facts from the metrics page of a process that has ended."""
@@ -90,9 +88,8 @@ class Word(msgspec.Struct, frozen=True):
 
 
 class Credit(msgspec.Struct, frozen=True):
-    """The state that is shown of a worker, and whether it is credited."""
+    """Whether a worker is credited, and the reason that is shown with its state."""
 
-    state: StreamState
     credited: bool
     reason: str
 
@@ -127,7 +124,7 @@ def credit(phase: Phase, facts: Facts, word: Word, state: StreamState, suspect_c
         reason += f"; no credit after {suspect_credit_s:g} s without proof"
     elif state in CREDITED and not is_credited:
         reason += "; the router that follows it gives it no credit"
-    return Credit(state, is_credited, reason)
+    return Credit(is_credited, reason)
 
 
 def _reason(phase: Phase, facts: Facts, word: Word, state: StreamState) -> str:

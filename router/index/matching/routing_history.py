@@ -29,7 +29,7 @@ Life: TypeAlias = tuple[WorkerKey, int]
 
 
 class RoutingHistory:
-    """Pieces by the life of a worker (`WorkerStream.life`), the least lately sent first. A piece counts for `ttl_s`."""
+    """Pieces by the life of a worker (`Follower.life`), the least lately sent first. A piece counts for `ttl_s`."""
 
     def __init__(self, ttl_s: float, max_pieces: int = MAX_PIECES) -> None:
         self._ttl_s = ttl_s

@@ -42,7 +42,7 @@ class Commit(msgspec.Struct, frozen=True):
     meta: dict[str, bytes] = {}
 
 
-class Lease(msgspec.Struct, frozen=True):
+class LeaseValue(msgspec.Struct, frozen=True):
     """One acquisition of a worker's lease.
 
     `number` is a fencing token: no two acquisitions by one process have the same number, even if the store lost its

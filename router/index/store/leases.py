@@ -18,7 +18,7 @@ from kvrouter.router.base.redis_client.connection import Connection
 from kvrouter.router.base.redis_client.errors import ReplyError, StoreError
 from kvrouter.router.base.redis_client.resp import command
 from kvrouter.router.index.store import keys
-from kvrouter.router.index.store.commit import Head, Lease, hset
+from kvrouter.router.index.store.commit import Head, LeaseValue, hset
 from kvrouter.router.index.store.transactions import Transactions
 
 # The replies to GET and HMGET.
@@ -98,7 +98,7 @@ class Leases:
         *,
         above: int = 0,
         is_given_up: Callable[[bytes], bool] = lambda value: False,
-    ) -> tuple[Lease, Head] | None:
+    ) -> tuple[LeaseValue, Head] | None:
         """Take the lease of `worker`; return it and the head of `meta` before it, or None if another router has it.
 
         The new lease replaces an older one of the same token, of a router without a lease, or one that was given up.
@@ -111,15 +111,15 @@ class Leases:
             is_given_up: Returns whether another router does not hold its lease of this value any longer, although the
                 store has it.
         """
-        taken: tuple[Lease, Head] | None = None
+        taken: tuple[LeaseValue, Head] | None = None
         other: bytes | None = None
 
         def write(holder: bytes | None, head: Head) -> list[bytes] | bool:
             nonlocal taken, other
-            if holder not in (None, other) and Lease.token_of(holder) not in (None, token):
+            if holder not in (None, other) and LeaseValue.token_of(holder) not in (None, token):
                 other = holder
                 return False
-            lease = Lease(token, max(head.lease, above) + 1)
+            lease = LeaseValue(token, max(head.lease, above) + 1)
             taken = lease, head
             return [
                 command("SET", keys.lease(worker), lease.value),
@@ -130,11 +130,11 @@ class Leases:
         for _ in range(2):
             if await self._transactions.run(worker, write) is None:
                 return taken
-            if other is None or (not is_given_up(other) and await self._lives(Lease.token_of(other) or "")):
+            if other is None or (not is_given_up(other) and await self._lives(LeaseValue.token_of(other) or "")):
                 return None
         return None
 
-    async def confirm(self, worker: WorkerKey, lease: Lease) -> Head | None:
+    async def confirm(self, worker: WorkerKey, lease: LeaseValue) -> Head | None:
         """Check that the lease is held; return the head of the worker's `meta`, or None if the lease was lost."""
         return await self._if_leased(worker, lease)
 
@@ -180,11 +180,11 @@ class Leases:
             # read alone.
             return []
 
-    async def release(self, worker: WorkerKey, lease: Lease) -> bool:
+    async def release(self, worker: WorkerKey, lease: LeaseValue) -> bool:
         """Give the lease back, and return whether it still counted."""
         return await self._if_leased(worker, lease, command("DEL", keys.lease(worker))) is not None
 
-    async def _if_leased(self, worker: WorkerKey, lease: Lease, *orders: bytes) -> Head | None:
+    async def _if_leased(self, worker: WorkerKey, lease: LeaseValue, *orders: bytes) -> Head | None:
         """Execute `orders` if `lease` counts; return the head of `meta` before them, or None if it does not count."""
         leased: Head | None = None
 

@@ -11,7 +11,7 @@ Invariants:
   UNLINK of a few keys, never a scan.
 
 Other modules count copies (router/index/ingest), decide which process owns a worker (router/follow/fleet/assignment.py)
-and when a checkpoint is due (router/follow/streams/commit_loop.py), read a stored worker (stored_worker.py), and follow
+and when a checkpoint is due (router/follow/streams/commits.py), read a stored worker (stored_worker.py), and follow
 the log (log_follower.py).
 """
 
@@ -29,7 +29,7 @@ from kvrouter.router.index.store.commit import (
     Commit,
     CommitOutcome,
     Head,
-    Lease,
+    LeaseValue,
     WorkerImage,
     checked_meta,
     continues,
@@ -104,7 +104,7 @@ class IndexStore:
         self.last_entries.pop(worker, None)
 
         def write(holder: bytes | None, head: Head) -> list[bytes] | bool:
-            free = holder is None or Lease.token_of(holder) in (None, token)
+            free = holder is None or LeaseValue.token_of(holder) in (None, token)
             return [unlink_all(worker, head)] if free else False
 
         return await self._transactions.run(worker, write) is None
@@ -112,7 +112,7 @@ class IndexStore:
     # -- commits
 
     async def open_epoch(
-        self, worker: WorkerKey, epoch: str, lease: Lease, meta: dict[str, bytes] | None = None
+        self, worker: WorkerKey, epoch: str, lease: LeaseValue, meta: dict[str, bytes] | None = None
     ) -> CommitOutcome:
         """Start `epoch`: unlink the blocks of the old epoch and replace `meta`.
 
@@ -141,7 +141,7 @@ class IndexStore:
             await self.servers.on(keys.meta(worker), lambda connection: unlink(connection, worker, epoch))
         return outcome
 
-    async def note(self, worker: WorkerKey, epoch: str, lease: Lease, meta: dict[str, bytes]) -> CommitOutcome:
+    async def note(self, worker: WorkerKey, epoch: str, lease: LeaseValue, meta: dict[str, bytes]) -> CommitOutcome:
         """Set fields of `meta` without a batch, if `epoch` is current."""
         fields = checked_meta(meta)
 
@@ -157,7 +157,7 @@ class IndexStore:
 
         return await self._write(worker, lease, write)
 
-    async def commit(self, commit: Commit, lease: Lease) -> CommitOutcome:
+    async def commit(self, commit: Commit, lease: LeaseValue) -> CommitOutcome:
         """Apply `commit` if `lease` counts, its epoch is current and first_seq is the committed seq + 1.
 
         The first commit of an epoch may start at any seq. A commit may be of any size, but its transitions also stay in
@@ -188,7 +188,7 @@ class IndexStore:
 
         return await self._write(worker, lease, write)
 
-    async def checkpoint(self, checkpoint: Checkpoint, lease: Lease) -> CommitOutcome:
+    async def checkpoint(self, checkpoint: Checkpoint, lease: LeaseValue) -> CommitOutcome:
         """Replace the checkpoint if `lease` counts and the new one is of the last seq of the current epoch.
 
         Writing the same checkpoint twice changes nothing.
@@ -208,7 +208,7 @@ class IndexStore:
     async def _write(
         self,
         worker: WorkerKey,
-        lease: Lease,
+        lease: LeaseValue,
         write: Callable[[Head], list[bytes] | CommitOutcome],
         *,
         entries: int = 1,

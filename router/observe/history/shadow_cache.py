@@ -25,8 +25,8 @@ class WorkerCache(NamedTuple):
 def worker_caches(registry: WorkerRegistry) -> dict[str, list[WorkerCache]]:
     """Return the caches of each model's workers that are not down."""
     return {
-        model: [WorkerCache(stream.worker, stream.cache, stream.view.catalog) for stream in streams]
-        for model, streams in registry.streams_by_model().items()
+        model: [WorkerCache(state.worker, state.cache, state.view.catalog) for state in states]
+        for model, states in registry.states_by_model().items()
     }
 
 

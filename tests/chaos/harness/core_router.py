@@ -116,7 +116,7 @@ class CoreRouter:
         plan = core.finder.plans(MODEL).by_hash
         judged = set() if plan is None else {view.worker for view in plan.views}
         samples = []
-        for worker, stream in core.registry.streams.items():
+        for worker, follower in core.registry.followers.items():
             worker_index = core.mirror_sync.mirror.worker(worker)
             credited: dict[Place, frozenset[int]] = {}
             if worker in judged and worker_index is not None:
@@ -124,16 +124,16 @@ class CoreRouter:
                     held = core.mirror_sync.mirror.held(worker, place)
                     if len(held):
                         credited[place.group_idx, place.medium, place.ownership] = frozenset(held.tolist())
-            view = stream.view
+            view = follower.state.view
             samples.append(
                 Sample(
                     worker.worker_id,
                     view.state.value,
                     view.reason,
-                    stream.record.shown.epoch,
-                    stream.record.shown.seq,
+                    follower.state.shown.epoch,
+                    follower.state.shown.seq,
                     credited,
-                    stream.ingest.profile.tally.heartbeats,
+                    follower.state.ingest.profile.tally.heartbeats,
                 )
             )
         return samples

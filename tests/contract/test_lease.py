@@ -20,7 +20,7 @@ import redis
 from kvrouter.router.base.common.ids import Place, WorkerKey
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.follow.streams.held_workers import HeldWorkers
-from kvrouter.router.follow.streams.lease_holder import HandedOver, LeaseHolder, LeaseLost
+from kvrouter.router.follow.streams.lease import HandedOver, Lease, LeaseLost
 from kvrouter.router.follow.streams.lease_rounds import LeaseRounds
 from kvrouter.router.follow.streams.stream_metrics import StreamMetrics
 from kvrouter.router.follow.streams.stream_services import StreamServices
@@ -34,7 +34,7 @@ WORKER = WorkerKey("m", "held")
 WAIT_S = 15.0
 TTL_S = 0.4
 
-Held = tuple[LeaseHolder, LeaseHolder, Any, asyncio.Task[None]]
+Held = tuple[Lease, Lease, Any, asyncio.Task[None]]
 
 
 def flush(epoch: str, seq: int, *, opens: bool = False) -> PendingCommit:
@@ -56,7 +56,7 @@ async def held(embedded_url: str) -> AsyncIterator[Held]:
     store = await IndexStore.open(embedded_url)
     renewing: list[asyncio.Task[None]] = []
 
-    def hold(token: str) -> LeaseHolder:
+    def hold(token: str) -> Lease:
         rounds = LeaseRounds(store.leases, token, TTL_S, lambda: 0)
         renewing.append(asyncio.ensure_future(rounds.run()))
         services = SimpleNamespace(
@@ -67,14 +67,10 @@ async def held(embedded_url: str) -> AsyncIterator[Held]:
             config=Config(lease_ttl_s=TTL_S),
             metrics=StreamMetrics(MetricRegistry()),
             clock=time.monotonic,
+            mine=lambda worker: True,
+            disowns=lambda token, worker, since_s: False,
         )
-        return LeaseHolder(
-            WORKER,
-            cast(StreamServices, services),
-            mine=lambda: True,
-            disowns=lambda token, since_s: False,
-            changed=lambda problem: None,
-        )
+        return Lease(WORKER, cast(StreamServices, services), lambda problem: None)
 
     try:
         async with asyncio.timeout(WAIT_S):
@@ -231,7 +227,7 @@ async def test_a_lease_that_another_router_held_meanwhile_is_not_taken_in_place(
 
 async def test_a_share_of_another_is_handed_over_where_that_loses_nothing(held: Held) -> None:
     holder, *_ = held
-    holder._mine = lambda: False
+    cast(Any, holder)._services.mine = lambda worker: False
     kept = asyncio.ensure_future(holder.keep(lambda: False))
     await asyncio.sleep(TTL_S)
     assert not kept.done()

@@ -23,7 +23,7 @@ from kvrouter.router.index.ingest.net_changes import Hashes
 from kvrouter.router.index.ingest.pending_commit import PendingCommit
 from kvrouter.router.index.store import keys
 from kvrouter.router.index.store.checkpoint import Checkpoint
-from kvrouter.router.index.store.commit import Commit, CommitOutcome, Head, Lease
+from kvrouter.router.index.store.commit import Commit, CommitOutcome, Head, LeaseValue
 from kvrouter.router.index.store.leases import LeaseLook
 
 log = logging.getLogger("kvrouter.lease")
@@ -50,10 +50,10 @@ def _never() -> bool:
     return False
 
 
-class LeaseHolder:
+class Lease:
     """The lease on one worker, for one event loop. `keep` and `write` may run concurrently.
 
-    The holder keeps both the lease and the position of the last write, because every reply of the store is judged by
+    It keeps both the lease and the position of the last write, because every reply of the store is judged by
     both.
     """
 
@@ -61,9 +61,6 @@ class LeaseHolder:
         self,
         worker: WorkerKey,
         services: StreamServices,
-        *,
-        mine: Callable[[], bool],
-        disowns: Callable[[str, float], bool],
         changed: Callable[[str | None], None],
     ) -> None:
         """Begin without a lease.
@@ -71,8 +68,6 @@ class LeaseHolder:
         Args:
             worker: The worker.
             services: The services that all streams of the process share.
-            mine: Returns whether this process should follow the worker.
-            disowns: Returns whether the router with a token has not named the worker in its heartbeats since a time.
             changed: Called with `problem` when it appeared or ended, and when the lease was taken again.
         """
         self._worker = worker
@@ -83,12 +78,10 @@ class LeaseHolder:
         self._metrics = services.metrics
         self._tag = keys.worker_tag(worker)
         self._store_look = LeaseLook.of(worker)
-        self._mine = mine
-        self._disowns = disowns
         # The value of another router's lease, and when it was first seen.
         self._other: tuple[bytes, float] | None = None
         self._changed = changed
-        self._lease: Lease | None = None
+        self._value: LeaseValue | None = None
         # The number of this process's lease, or of its last one; 0 if it never had one.
         self.number = 0
         # Whether another process had the lease just before this process's last number.
@@ -110,12 +103,12 @@ class LeaseHolder:
     @property
     def held(self) -> bool:
         """Whether this process has the lease."""
-        return self._lease is not None
+        return self._value is not None
 
     @property
     def wanted(self) -> bool:
         """Whether this process should follow the worker."""
-        return self._mine()
+        return self._services.mine(self._worker)
 
     @property
     def away(self) -> bool:
@@ -144,14 +137,14 @@ class LeaseHolder:
         """
         return head.written if head.problem is None else await self._store.committed(self._worker)
 
-    def _have(self, lease: Lease, head: Head) -> None:
+    def _have(self, lease: LeaseValue, head: Head) -> None:
         """Note that this process has `lease` now. `head` is the head of `meta` before the lease was taken."""
-        self._lease, self.number = lease, lease.number
+        self._value, self.number = lease, lease.number
         self._held.holdings[self._tag] = HeldLease(lease.number, head.commits)
 
     def _end(self) -> None:
         """Note that this process has no lease."""
-        self._lease = None
+        self._value = None
         self._held.holdings.pop(self._tag, None)
         self._held.refused.discard(self._tag)
 
@@ -167,11 +160,11 @@ class LeaseHolder:
         """Note the (epoch, seq) that the store is known to have."""
         self.written, self._unsure = written, None
 
-    async def _take(self) -> tuple[Lease, Head]:
+    async def _take(self) -> tuple[LeaseValue, Head]:
         """Try until the lease is taken; return it with the head of `meta` before it."""
         await self._rounds.begun.wait()
         while True:
-            if not self._mine():
+            if not self.wanted:
                 self._called.clear()
                 await self._called.wait()
             taken = await self._store.leases.take(
@@ -186,18 +179,18 @@ class LeaseHolder:
         now_s = self._services.clock()
         if self._other is None or self._other[0] != value:
             self._other = value, now_s
-        return self._disowns(Lease.token_of(value) or "", self._other[1])
+        return self._services.disowns(LeaseValue.token_of(value) or "", self._worker, self._other[1])
 
     async def release(self) -> None:
         """Give the lease back; if the store does not answer, the heartbeats of this process show that it did."""
-        lease = self._lease
+        lease = self._value
         if lease is None:
             return
         self._end()
         # The end of the caller does not cut the request off.
         await asyncio.shield(self._release(lease))
 
-    async def _release(self, lease: Lease) -> None:
+    async def _release(self, lease: LeaseValue) -> None:
         try:
             await self._store.leases.release(self._worker, lease)
         except StoreError as error:
@@ -221,7 +214,7 @@ class LeaseHolder:
             await self._keep()
         finally:
             self._rounds.leave(self)
-            # The callback refers to the owner of this holder, and would keep it alive.
+            # The callback refers to the owner of this lease, and would keep it alive.
             self._movable = _never
 
     async def _keep(self) -> None:
@@ -240,31 +233,31 @@ class LeaseHolder:
                 self._say_unheard(str(error))
 
     def _should_move(self) -> bool:
-        return not self._mine() and self._movable()
+        return not self.wanted and self._movable()
 
     def look(self) -> bool:
         """Wake `take` or `keep` if the worker should change hands; return True if only a new assignment changes that."""
-        mine = self._mine()
-        if mine if self._lease is None else not mine and self._movable():
+        mine = self.wanted
+        if mine if self._value is None else not mine and self._movable():
             self._called.set()
         # Keep looking at a held worker that another process should follow, because it may become movable.
-        return mine or self._lease is None
+        return mine or self._value is None
 
-    def offer(self) -> tuple[Lease, LeaseLook] | None:
+    def offer(self) -> tuple[LeaseValue, LeaseLook] | None:
         """Return the lease and the request that reads it from the store, or None without a lease."""
-        return None if self._lease is None else (self._lease, self._store_look)
+        return None if self._value is None else (self._value, self._store_look)
 
-    def take_reply(self, lease: Lease, holder: bytes | None, fields: list[bytes | None]) -> None:
+    def take_reply(self, lease: LeaseValue, holder: bytes | None, fields: list[bytes | None]) -> None:
         """Wake `keep` unless the reply confirms the lease and the last write.
 
         A write that ended meanwhile may make the reply look wrong, which costs one request.
         """
-        if lease is self._lease and not (holder == lease.value and self._is_confirmed(fields)):
+        if lease is self._value and not (holder == lease.value and self._is_confirmed(fields)):
             self._called.set()
 
-    def doubt(self, lease: Lease) -> None:
+    def doubt(self, lease: LeaseValue) -> None:
         """Wake `keep` to confirm the lease by a request of its own."""
-        if lease is self._lease:
+        if lease is self._value:
             self._called.set()
 
     def _is_confirmed(self, fields: list[bytes | None]) -> bool:
@@ -278,9 +271,9 @@ class LeaseHolder:
         self._confirmed = confirmed
         return True
 
-    def take_failure(self, lease: Lease, reason: str) -> None:
+    def take_failure(self, lease: LeaseValue, reason: str) -> None:
         """Note that the store could not be reached."""
-        if lease is self._lease:
+        if lease is self._value:
             self._say_unheard(reason)
 
     def _say_unheard(self, reason: str) -> None:
@@ -290,8 +283,8 @@ class LeaseHolder:
 
     async def _confirm(self) -> None:
         """Check the lease and the last write in the store. Raises LeaseLost and StoreError."""
-        assert self._lease is not None
-        head = await self._store.leases.confirm(self._worker, self._lease)
+        assert self._value is not None
+        head = await self._store.leases.confirm(self._worker, self._value)
         if head is None:
             await self._regain()
         elif head.problem is not None:
@@ -342,8 +335,8 @@ class LeaseHolder:
         """Set fields of `meta` without a batch, retrying as `write` does."""
 
         async def once() -> bool:
-            assert self._lease is not None
-            return await self._judge(await self._store.note(self._worker, epoch, self._lease, meta), done=False)
+            assert self._value is not None
+            return await self._judge(await self._store.note(self._worker, epoch, self._value, meta), done=False)
 
         await self._until_done(once)
 
@@ -354,8 +347,8 @@ class LeaseHolder:
         checkpoint = Checkpoint(self._worker, epoch, seq, residents)
 
         async def once() -> bool:
-            assert self._lease is not None
-            outcome = await self._store.checkpoint(checkpoint, self._lease)
+            assert self._value is not None
+            outcome = await self._store.checkpoint(checkpoint, self._value)
             if outcome is CommitOutcome.APPLIED:
                 self._metrics.checkpoints.inc()
             return await self._follow_outcome(outcome, done=False)
@@ -384,13 +377,13 @@ class LeaseHolder:
 
     async def _write_once(self, flush: PendingCommit) -> bool:
         """Try to write the commit; return False if the lease was taken again, so the caller must try once more."""
-        assert self._lease is not None
+        assert self._value is not None
         if flush.opens_epoch:
             self._unsure = (flush.epoch, None)
             # State and catalog are written with the blocks, because otherwise a reader of the still empty epoch would
             # show the worker as live.
             meta = flush.meta if flush.seqs is None else {}
-            outcome = await self._store.open_epoch(self._worker, flush.epoch, self._lease, meta)
+            outcome = await self._store.open_epoch(self._worker, flush.epoch, self._value, meta)
             if not await self._judge(outcome, done=outcome is CommitOutcome.STALE, is_epoch=True):
                 return False
             if outcome is CommitOutcome.APPLIED:
@@ -408,7 +401,7 @@ class LeaseHolder:
             meta=flush.meta,
         )
         self._unsure = (flush.epoch, last)
-        outcome = await self._store.commit(commit, self._lease)
+        outcome = await self._store.commit(commit, self._value)
         # A commit that is sent again after a lost connection is STALE if the first one had arrived.
         done = outcome is CommitOutcome.STALE and await self._store.committed(self._worker) == (flush.epoch, last)
         if not await self._judge(outcome, done=done):
@@ -448,6 +441,6 @@ class LeaseHolder:
             self.problem = problem
             if problem is None:
                 self._held.refused.discard(self._tag)
-            elif self._lease is not None:
+            elif self._value is not None:
                 self._held.refused.add(self._tag)
             self._changed(problem)

@@ -17,26 +17,18 @@ import msgspec
 from kvrouter.router.base.common.event_wait import set_within
 from kvrouter.router.base.common.ids import Place
 from kvrouter.router.base.redis_client.errors import StoreError
-from kvrouter.router.follow.streams.lease_holder import LeaseHolder, LeaseLost
-from kvrouter.router.follow.streams.mirror_lead import MirrorLead
+from kvrouter.router.follow.streams.lease import Lease, LeaseLost
+from kvrouter.router.follow.streams.mirror_lead import MAX_PENDING_BLOCKS, MirrorLead
 from kvrouter.router.follow.streams.peer_view import META_STATE_LEASE
 from kvrouter.router.follow.streams.stream_services import StreamServices
-from kvrouter.router.follow.streams.worker_record import WorkerRecord
+from kvrouter.router.follow.streams.worker_state import WorkerState
 from kvrouter.router.index.ingest.net_changes import Hashes
 from kvrouter.router.index.ingest.pending_commit import PendingCommit
-from kvrouter.router.index.store import keys
 from kvrouter.router.index.store.checkpoint import LogTail
 
 log = logging.getLogger("kvrouter.stream")
 
 T = TypeVar("T")
-
-# Transitions that may wait for the store. If more wait and the store is slow, the socket is left unread for
-# BACKPRESSURE_S (ZMQ buffers, and later the publisher drops, which is a gap). If more wait and the store is away, they
-# are dropped, and everything that the worker holds is written when the store is back. The waiting transitions become one
-# commit, which every other router applies at once, in some milliseconds. With a bound of a million, one worker that
-# published as fast as it could held up everybody's answers for a second.
-MAX_PENDING_BLOCKS = 65_536
 
 # How long the socket may be left unread. Meanwhile this process answers from older data.
 BACKPRESSURE_S = 1.0
@@ -54,14 +46,13 @@ LAST_COMMIT_S = 1.0
 QUIET_S = 60.0
 
 
-class CommitLoop:
+class Commits:
     """The commits of one worker, while this process leads the worker's mirror."""
 
-    def __init__(self, record: WorkerRecord, lease: LeaseHolder, services: StreamServices) -> None:
-        self._record = record
+    def __init__(self, state: WorkerState, lease: Lease, services: StreamServices) -> None:
+        self._state = state
         self._lease = lease
         self._services = services
-        self._tag = keys.worker_tag(record.registration.worker)
         # The last commit that was sent to the store, None once its outcome is known.
         self.sending: PendingCommit | None = None
         # Varied by half to either side, because a thousand workers may fall quiet at once.
@@ -74,17 +65,17 @@ class CommitLoop:
     @property
     def unwritten_s(self) -> float:
         """The age in seconds of the oldest change that the store lacks, 0 if it lacks none."""
-        return self._services.held.waits_s(self._tag, self._services.clock())
+        return self._services.held.waits_s(self._state.tag, self._services.clock())
 
     @property
     def unwritten_blocks(self) -> int:
         """The number of transitions that wait for the store."""
-        return 0 if self._record.lead is None else self._record.lead.backlog.blocks
+        return 0 if self._state.lead is None else self._state.lead.backlog.blocks
 
     @property
     def _lead(self) -> MirrorLead:
-        assert self._record.lead is not None
-        return self._record.lead
+        assert self._state.lead is not None
+        return self._state.lead
 
     def begin_lead(self) -> None:
         """Forget which state was written last, because another process may have written since."""
@@ -92,24 +83,30 @@ class CommitLoop:
 
     def end_lead(self) -> None:
         """Forget the waiting time and the log's tail, because another process writes from now on."""
-        self._services.held.unwritten_since_s.pop(self._tag, None)
+        self._services.held.unwritten_since_s.pop(self._state.tag, None)
         self.tail.clear()
+
+    def go_on(self) -> None:
+        """Continue with the blocks in memory under a new lease; write all of them if the store lacks some."""
+        if not self._lead.continues(self._state.ingest.held, *self._lease.written):
+            log.warning("index in Redis rewritten from memory", extra={"worker": self._state.worker})
+            self.rewrite()
 
     def rewrite(self) -> None:
         """Drop the waiting changes and have everything that the worker holds written as a new epoch."""
-        self._services.metrics.rewrites(self._record.registration.worker).inc()
+        self._services.metrics.rewrites(self._state.worker).inc()
         self._lead.backlog.overflow()
 
     def wake(self) -> None:
         """Schedule a write if the store lacks anything."""
-        lead = self._record.lead
+        lead = self._state.lead
         waits = lead is not None and not lead.backlog.is_empty
         if waits or self._state_fields() != self._written_state:
-            self._record.schedule_write()
+            self._state.schedule_write()
 
     def _state_fields(self) -> dict[str, bytes]:
         """Return the state that other processes should show, with the number of the lease that it belongs to."""
-        return self._record.state_fields() | {META_STATE_LEASE: b"%d" % self._lease.number}
+        return self._state.state_fields() | {META_STATE_LEASE: b"%d" % self._lease.number}
 
     async def take_in(self, items: Sequence[T], apply: Callable[[T, float], None]) -> None:
         """Apply the items in turns, publish their effect after each turn, and wait for the store if it lacks too much.
@@ -118,62 +115,68 @@ class CommitLoop:
             items: Items of the worker's stream, all received now.
             apply: Called with each item and the time at which the items were received.
         """
-        record, clock = self._record, self._services.clock
-        received_s = record.shown.received_s = clock()
+        received_s = self._services.clock()
         left = deque(items)
         unapplied_since_s = self._services.held.unapplied_since_s
         # A busy process applies items some time after it received them, and vouches only for what it has applied.
-        unapplied_since_s[self._tag] = received_s
+        unapplied_since_s[self._state.tag] = received_s
         try:
             await self._take_in_turns(left, received_s, apply)
         finally:
-            del unapplied_since_s[self._tag]
+            del unapplied_since_s[self._state.tag]
 
     async def _take_in_turns(self, left: deque[T], received_s: float, apply: Callable[[T, float], None]) -> None:
-        record, turns, clock = self._record, self._services.turns, self._services.clock
+        turns, clock = self._services.turns, self._services.clock
         while left:
             await turns.wait()
             begun_s = clock()
-            room_blocks = MAX_PENDING_BLOCKS - self.unwritten_blocks
             try:
-                while left and clock() - begun_s < TURN_S:
-                    apply(left.popleft(), received_s)
-                    if record.ingest.held.blocks.pending_blocks > room_blocks:
-                        break
-                record.refresh()
+                self._apply_some(left, received_s, apply, begun_s + TURN_S)
                 self.wake()
             finally:
                 turns.spend(clock() - begun_s)
             await self._wait_for_store()
 
+    def _apply_some(self, left: deque[T], received_s: float, apply: Callable[[T, float], None], until_s: float) -> None:
+        state, clock = self._state, self._services.clock
+        room_blocks = MAX_PENDING_BLOCKS - self.unwritten_blocks
+        try:
+            while left and clock() < until_s:
+                apply(left.popleft(), received_s)
+                if state.ingest.held.blocks.pending_blocks > room_blocks:
+                    break
+        finally:
+            # Even after an error, what was applied must not stay behind what is credited.
+            state.on_items(received_s)
+
     async def _wait_for_store(self) -> None:
         """Wait while the backlog is full; rewrite the epoch if the store is away or takes longer than BACKPRESSURE_S."""
-        record, backlog = self._record, self._lead.backlog
+        drained, backlog = self._state.drained, self._lead.backlog
         give_up_s = self._services.clock() + BACKPRESSURE_S
         while backlog.is_full:
             if self._lease.away or self._services.clock() > give_up_s:
                 self.rewrite()
                 return
-            record.drained.clear()
-            await set_within(record.drained, BACKPRESSURE_S)
+            drained.clear()
+            await set_within(drained, BACKPRESSURE_S)
 
     async def run(self) -> None:
         """Write to the store whatever it lacks, until cancelled. Raises LeaseLost."""
-        dirty, clock, unwritten = self._record.dirty, self._services.clock, self._services.held.unwritten_since_s
+        dirty, clock, unwritten = self._state.dirty, self._services.clock, self._services.held.unwritten_since_s
         while True:
             # If nothing came for so long, a checkpoint is due.
             if not await set_within(dirty, self._quiet_s if self.tail.blocks else None):
                 await self._write_checkpoint(self._residents())
                 continue
             dirty.clear()
-            unwritten.setdefault(self._tag, clock())
+            unwritten.setdefault(self._state.tag, clock())
             await asyncio.sleep(self._services.config.flush_interval_s)
             taken_s = clock()
             await self._write()
             if dirty.is_set():
-                unwritten[self._tag] = taken_s
+                unwritten[self._state.tag] = taken_s
             else:
-                unwritten.pop(self._tag, None)
+                unwritten.pop(self._state.tag, None)
 
     async def write_rest(self) -> None:
         """Try to write the remaining changes of a worker that this process gives up.
@@ -188,10 +191,9 @@ class CommitLoop:
                     await self._lease.write(self.sending)
                 await self._write()
         except (LeaseLost, StoreError, TimeoutError) as error:
-            worker = self._record.registration.worker
             log.warning(
                 "last changes not written to Redis",
-                extra={"worker": worker, "reason": str(error) or "Redis does not answer"},
+                extra={"worker": self._state.worker, "reason": str(error) or "Redis does not answer"},
             )
 
     async def _write(self) -> None:
@@ -200,8 +202,8 @@ class CommitLoop:
         # Only a write can show that a store that was away works again, so even an idle worker then writes its state.
         is_state_due = state != self._written_state or self._lease.away
         self._measure_tail(flush, noted=is_state_due)
-        residents = self._residents() if self.tail.is_long(self._record.ingest.held.blocks.blocks) else None
-        self._record.drained.set()
+        residents = self._residents() if self.tail.is_long(self._state.ingest.held.blocks.blocks) else None
+        self._state.drained.set()
         if flush is not None:
             if flush.opens_epoch or state != self._written_state:
                 flush = msgspec.structs.replace(flush, meta=flush.meta | state)
@@ -209,7 +211,7 @@ class CommitLoop:
             await self._lease.write(flush)
             self.sending = None
         elif is_state_due:
-            await self._lease.note(self._record.ingest.held.epoch, state)
+            await self._lease.note(self._state.ingest.held.epoch, state)
         self._written_state = state
         await self._write_checkpoint(residents)
 
@@ -231,7 +233,7 @@ class CommitLoop:
 
     def _residents(self) -> dict[Place, Hashes] | None:
         """Return the blocks that the store will hold once it has the last taken commit, or None if that is not known."""
-        held = self._record.ingest.held
+        held = self._state.ingest.held
         return None if held.seq is None else self._lead.residents(held)
 
     async def _write_checkpoint(self, residents: dict[Place, Hashes] | None) -> None:
@@ -241,10 +243,7 @@ class CommitLoop:
 
     def _next_commit(self) -> PendingCommit | None:
         """Take the next commit from the backlog, or None if the store lacks no blocks."""
-        record = self._record
-        flush = self._lead.take(record.ingest.held)
-        if flush is not None and flush.epoch != record.shown.epoch:
-            # The epoch was rewritten: the same residency has another epoch's name now.
-            record.shown.advance(flush.epoch, record.shown.seq)
-            record.refresh()
+        flush = self._lead.take(self._state.ingest.held)
+        if flush is not None and flush.epoch != self._state.shown.epoch:
+            self._state.on_epoch_renamed(flush.epoch)
         return flush
