@@ -303,8 +303,8 @@ class Laws:
                 follower = None if core is None else core.registry.followers.get(engine.worker)
                 if follower is None:
                     return f"followers: {router.name} does not know {engine.name}"
-                if (view := follower.state.view).state is not StreamState.LIVE:
-                    return f"followers: {router.name} shows {engine.name} {view.state.value}: {view.reason}"
+                if (shown := follower.state.view).state is not StreamState.LIVE:
+                    return f"followers: {router.name} shows {engine.name} {shown.state.value}: {shown.reason}"
                 if problem := self._missing(router, engine, follower):
                     return problem
         if problem := self.unfollowed() or self.uneven():
