@@ -27,6 +27,7 @@ from kvrouter.router.follow.streams.stream_services import StreamServices
 from kvrouter.router.index.ingest.net_changes import ResidencyDelta
 from kvrouter.router.index.ingest.pending_commit import PendingCommit
 from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.commit import head_fields
 from kvrouter.router.index.store.store import IndexStore
 from kvrouter.router.model.config.settings import Config
 
@@ -113,6 +114,33 @@ async def test_a_note_that_the_store_lost_is_noticed(next_: str, held: Held) -> 
     await holder.release()
     assert await holder.take()
     assert holder.written == ("e", int(next_ == "a commit"))
+
+
+async def test_no_commit_goes_into_an_epoch_that_lost_all_of_its_own(held: Held) -> None:
+    holder, _, raw, *_ = held
+    # A crash may lose the commits of an epoch, and leave what opened it.
+    head = {name: value for name, value in raw.hgetall(keys.meta(WORKER)).items() if name != b"seq"}
+    head[b"commits"] = b"1"
+    head[b"sum"] = head_fields("e", None, 1, 1, b"")["sum"]
+    raw.delete(keys.meta(WORKER))
+    raw.hset(keys.meta(WORKER), mapping=head)
+    with pytest.raises(LeaseLost, match="another state"):
+        await holder.write(flush("e", 1))
+    await holder.release()
+    assert await holder.take()
+    # What is in memory does not continue what the store has, so all of it is written again.
+    assert holder.written == ("e", None)
+
+
+async def test_a_loss_that_two_requests_notice_counts_once(held: Held) -> None:
+    holder, _, raw, *_ = held
+    await holder.note("e", {"state": b"live"})
+    raw.delete(keys.meta(WORKER))
+    with pytest.raises(LeaseLost):
+        await holder.write(flush("e", 1))
+    with pytest.raises(LeaseLost):
+        await holder.keep(lambda: True)
+    assert sum(counter.value for counter in holder._metrics.leases_lost.values()) == 1
 
 
 async def test_writes_that_the_store_lost_are_noticed_though_its_last_reply_comes_again(held: Held) -> None:

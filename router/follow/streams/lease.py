@@ -84,6 +84,8 @@ class Lease:
         self._value: LeaseValue | None = None
         # The number of this process's lease, or of its last one; 0 if it never had one.
         self.number = 0
+        # The number of the lease that was counted as lost last.
+        self._lost_number = 0
         # Whether another process had the lease just before this process's last number.
         self._interrupted = False
         # The last position that this process wrote and the store confirmed.
@@ -324,7 +326,10 @@ class Lease:
         self._changed(self.problem)
 
     def _lose(self, how: str, reason: str) -> None:
-        self._metrics.leases_lost[how].inc()
+        # `keep` and `write` may both find out.
+        if self._lost_number != self.number:
+            self._lost_number = self.number
+            self._metrics.leases_lost[how].inc()
         raise LeaseLost(reason)
 
     async def write(self, flush: PendingCommit) -> None:
@@ -399,6 +404,7 @@ class Lease:
             changes=flush.changes,
             copies=flush.copies,
             meta=flush.meta,
+            may_be_first=self.written[0] != flush.epoch or self.written[1] is None,
         )
         self._unsure = (flush.epoch, last)
         outcome = await self._store.commit(commit, self._value)

@@ -40,6 +40,8 @@ class Commit(msgspec.Struct, frozen=True):
     copies: list[tuple[Place, int, int]] = []
     # Further fields of `meta` to set, none of `keys.META_FIELDS`.
     meta: dict[str, bytes] = {}
+    # Whether the epoch may have no commit yet, as far as the writer knows.
+    may_be_first: bool = True
 
 
 class LeaseValue(msgspec.Struct, frozen=True):
@@ -213,10 +215,10 @@ _SET_BY_CHECKPOINTS = frozenset({keys.META_EPOCH, keys.META_PLACES, keys.META_CH
 def continues(commit: Commit, seq: int | None) -> bool:
     """Return whether the commit's seqs follow `seq`, the last committed one.
 
-    With None, the commit is the first of its epoch, which may start anywhere. A hole would mean that the store lost
-    commits, so that it still holds blocks long gone.
+    With None, the commit must be the first of its epoch, which may start anywhere. A hole would mean that the store lost
+    commits, so that it holds blocks long gone, or lacks some.
     """
-    return seq is None or commit.first_seq == seq + 1
+    return commit.may_be_first if seq is None else commit.first_seq == seq + 1
 
 
 def checked_meta(meta: dict[str, bytes] | None) -> dict[str, bytes]:
