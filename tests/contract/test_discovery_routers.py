@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ import redis
 
 from kvrouter.router.base.common.errors import Conflict
 from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.base.redis_client.errors import StoreError
 from kvrouter.router.follow.discovery.candidate import candidate_of
 from kvrouter.router.follow.discovery.kubernetes.access import Access
 from kvrouter.router.follow.discovery.kubernetes.api import ClusterApi
 from kvrouter.router.follow.discovery.kubernetes.source import KubernetesSource
 from kvrouter.router.index.store import keys
 from kvrouter.router.index.store.registry import Registry
+from kvrouter.router.index.store.store import IndexStore
 from kvrouter.router.model.workers.listed_worker import listed_worker
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.source_precedence import FILE, KUBERNETES, STATIC
@@ -54,6 +57,43 @@ async def test_a_store_that_is_emptied_while_the_registry_is_read_loses_nobody(
                 await asyncio.sleep(0.01)
         await router.owners_are(own="register")
     client.close()
+
+
+async def test_a_worker_that_left_while_the_store_took_no_writes_is_followed_when_it_returns(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget = IndexStore.forget
+    refused: list[WorkerKey] = []
+
+    async def refused_first(self: IndexStore, worker: WorkerKey, token: str) -> bool:
+        if not refused:
+            refused.append(worker)
+            raise StoreError("OOM command not allowed")
+        return await forget(self, worker, token)
+
+    async def until(happened: Callable[[], bool]) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            while not happened():
+                await asyncio.sleep(0.01)
+
+    worker = WorkerKey("m", "own")
+    registration = Registration(worker, url="http://127.0.0.1:9")
+    async with routing(url) as left, routing(url) as right:
+        routers = (left.core, right.core)
+
+        def following() -> list[bool]:
+            return [
+                worker in core.registry.followers and core.registry.followers[worker].lease.held for core in routers
+            ]
+
+        await left.core.register(registration)
+        await until(lambda: any(following()) and all(worker in core.registry.followers for core in routers))
+        follower, other = routers if following()[0] else routers[::-1]
+        monkeypatch.setattr(IndexStore, "forget", refused_first)
+        await other.unregister("own")
+        await until(lambda: bool(refused) and worker not in follower.registry.followers)
+        await other.register(registration)
+        await until(lambda: worker in follower.registry.followers and sum(following()) == 1)
 
 
 async def test_a_source_takes_away_its_own_and_nothing_else(url: str) -> None:

@@ -429,8 +429,11 @@ class Fleet:
     async def _end_all(self, workers: Collection[WorkerKey]) -> None:
         """End workers that another process dropped, and delete their index in Redis if they were followed here."""
         for worker in workers:
-            await self._registry.remove(worker).forget()
-            await self._forget(worker)
+            try:
+                await self._registry.remove(worker).forget()
+            finally:
+                # Whatever the store answers, the mirror no longer has the worker, which may be registered again.
+                await self._forget(worker)
             log.info("unregistered elsewhere", extra={"worker": worker})
 
     async def _forget_all(self, workers: Collection[WorkerKey]) -> None:
