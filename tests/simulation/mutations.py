@@ -387,6 +387,21 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if False:",
         "The stream of an engine whose machine died without a word stays on the dead connection (found by the simulation).",
     ),
+    Mutation(
+        "hole_accepted",
+        "router/index/store/commit.py",
+        "return commit.may_be_first if seq is None else commit.first_seq == seq + 1",
+        "return seq is None or commit.first_seq == seq + 1",
+        "A commit goes into an epoch whose earlier commits the store lost (found by the simulation).",
+    ),
+    Mutation(
+        "removal_half_done",
+        "router/follow/fleet/fleet.py",
+        "            finally:\n                # Whatever the store answers",
+        "            except ValueError:\n                raise\n            else:\n                # Whatever the store answers",
+        "The mirror keeps a removed worker if the store takes no writes, and nobody follows the worker when it returns "
+        "(found by the simulation).",
+    ),
     # Counters and tables.
     Mutation(
         "loss_counted_twice",

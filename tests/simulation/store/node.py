@@ -61,6 +61,8 @@ class Node:
         self._copy = space.copy()
         self._behind: deque[Sequence[Command]] = deque()
         self.observers: list[Observer] = []
+        # The primary of a replica.
+        self._primary: Node | None = None
         # Connections, in order of their beginning.
         self.sessions: dict[Session, None] = {}
         self.watchers: dict[bytes, dict[Session, None]] = {}
@@ -245,6 +247,9 @@ class Node:
         self.space = primary.space.copy()
         self.space.is_replica = True
         self.space.touched = self._touched
+        if self._primary is not None:
+            self._primary.observers.remove(self._take)
+        self._primary = primary
         primary.observers.append(self._take)
         for session in list(self.waiting):
             session.refuse_wait(DEMOTED)
