@@ -158,8 +158,13 @@ class Operator:
                 self._note(router.name, f"does not change {wish.engine.name}: {error}")
                 self._loop.after(RETRY_S, lambda: self._tell(wish, number))
             else:
-                wish.acknowledged = max(wish.acknowledged, number)
                 self._note(router.name, f"acknowledges change {number} of {wish.engine.name}")
+                if number < wish.acknowledged:
+                    # A request that hung came after a later one, which is sent again.
+                    wish.acknowledged = 0
+                    self._tell(wish, wish.number)
+                else:
+                    wish.acknowledged = number
             is_answered = True
 
         def wait() -> None:

@@ -239,6 +239,8 @@ class World:
         self._wait(self.operator.unfinished, KNOWN_S)
         self.operator.want(worker, is_wanted=False)
         self._wait(self.operator.unfinished, KNOWN_S)
+        # A router that no longer shows the worker still deletes its index.
+        self._go(LOOK_S)
         self.laws.judge_followers()
 
     def _wait(self, unfinished: Callable[[], str], most_s: float) -> None:
