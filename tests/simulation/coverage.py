@@ -81,7 +81,7 @@ UNMEETABLE = (
     Unmet("patch", "", "", _NO_STREAM),
     Unmet("patch+key", "", "", _NO_STREAM),
     Unmet("events+patch+key", "", "", _NO_KEY),
-    Unmet("", Phase.UNFED, "", "only a worker without any follower is held unfed"),
+    Unmet("", Phase.UNFED, "", "only a worker without any stream is held unfed"),
     Unmet("events", Phase.REPORTS, "", _NO_PATCH),
     Unmet("events", Phase.LOOKING, Event.PATCH_ANSWERED, _NO_PATCH),
     Unmet("events", Phase.STOCK, Event.SOURCE_CHANGED, _NO_PATCH),
@@ -254,7 +254,7 @@ def unmet_reason(transition: Transition) -> str:
 
 # The states of a pair that no world can meet, and why.
 UNMEETABLE_STATES = {
-    f"phase {Phase.UNFED.value}": "only a worker without any follower is held unfed",
+    f"phase {Phase.UNFED.value}": "only a worker without any stream is held unfed",
     f"shown {StreamState.MISMATCHED.value}": "no simulated registration contradicts its engine",
 }
 PAIRED_STATES = (
