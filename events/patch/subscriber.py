@@ -115,8 +115,11 @@ class ReportSubscriber(Subscription[ReportItem]):
         self._cursor.request_snapshot()
         self._schedule()
 
-    def expire(self, reason: str) -> None:
-        """Request the publisher's state again, as another source reports that the publisher may have restarted."""
+    def expire(self, reason: str, age_s: float) -> None:
+        """Request the publisher's state again, as another source reports that the publisher may have restarted.
+
+        The connection stays, however old it is (`age_s`), because the patch's heartbeats show a dead one.
+        """
         log.info("publisher may have restarted", extra={"endpoint": self._endpoint, "reason": reason})
         self._cursor.expire()
         self._schedule()

@@ -18,7 +18,5 @@ class SubscriberSettings(StreamSettings, frozen=True, kw_only=True):
     answer_hwm: int = 20_000
     # How often to check for missed batches while the stream is silent or its replay does not answer; 0 for never.
     idle_check_s: float = 10.0
-    # The interval at which the socket is opened again after a lost connection that does not come back. A connection that is
-    # older when another source reports that the publisher is another process is not one to that process: such a report
-    # takes a few seconds.
+    # The interval at which the socket is opened again after a lost connection that does not come back.
     reopen_s: float = 5.0

@@ -75,12 +75,13 @@ class Subscriber(Subscription[StreamItem]):
         self._quiet_s = 0.0
         self._reopen_due_s = math.inf
 
-    def expire(self, reason: str) -> None:
+    def expire(self, reason: str, age_s: float) -> None:
         """Read the whole ring again, as another source reports that the publisher may have restarted.
 
-        A connection that is older than the report can lead to a machine that died without a word, so it is opened again.
+        A connection that is older than `age_s`, when the former process was last seen, can lead to a machine that died
+        without a word, so it is opened again.
         """
-        if self._loop is not None and self._loop.time() - self._connected_s > self._settings.reopen_s:
+        if self._loop is not None and self._loop.time() - self._connected_s > age_s:
             self._cursor.disconnected()
             self._reopen_due_s = -math.inf
         self._cursor.expire(reason)

@@ -383,7 +383,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "dead_connection_kept",
         "events/vllm/subscriber.py",
-        "if self._loop is not None and self._loop.time() - self._connected_s > self._settings.reopen_s:",
+        "if self._loop is not None and self._loop.time() - self._connected_s > age_s:",
         "if False:",
         "The stream of an engine whose machine died without a word stays on the dead connection (found by the simulation).",
     ),

@@ -112,3 +112,29 @@ async def test_an_engine_that_was_away_when_a_hold_ended_is_seen_to_be_back_unde
         state.on_paused("the hold ended")
         states.append(state.view.state)
     assert states == [StreamState.DOWN, StreamState.CONNECTING], state.view.reason
+
+
+async def test_a_return_names_the_time_since_the_former_process_answered() -> None:
+    """A connection that is older than that may lead to a machine that died without a word."""
+    polls = 0
+    ages_s: list[float] = []
+
+    async def poll() -> None:
+        nonlocal polls
+        polls += 1
+        stage.now_s += 1.0
+        await asyncio.sleep(0)
+        poller.ask_now()
+        if ages_s or polls > 50:
+            task.cancel()
+        # The first two polls, each of /health and /metrics, are answered, three are not, and all others are.
+        elif 4 < polls <= 7:
+            raise Failure(Kind.REFUSED, "refused") from ConnectionRefusedError()
+
+    stage = Stage(poll)
+    poller, _ = stage.poller("w")
+    poller.expire = lambda reason, age_s: ages_s.append(age_s)
+    task = asyncio.ensure_future(poller.run())
+    await asyncio.gather(task, return_exceptions=True)
+    # Each request takes a second. The former process answered the third one, and the return is known with the ninth.
+    assert ages_s == [6.0]

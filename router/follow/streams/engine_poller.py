@@ -7,6 +7,7 @@ This is the async shell around `engine_liveness.py` and `model/engines/engine_me
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from http import HTTPStatus
 
@@ -76,7 +77,9 @@ class EnginePoller:
         # Whether the next poll must request the engine's start time.
         self._wants_start = False
         # Has the followed stream read again, for the given reason; None while no stream is followed.
-        self.expire: Callable[[str], None] | None = None
+        self.expire: Callable[[str, float], None] | None = None
+        # When the engine's process was last known to be the same, by the clock.
+        self._same_s = -math.inf
 
     def move(self, url: str) -> None:
         """Poll the engine at this URL from now on."""
@@ -89,10 +92,10 @@ class EnginePoller:
         self._wants_start = True
         self._due.set()
 
-    def read_again(self, reason: str) -> None:
-        """Have the followed stream read again, if one is followed."""
+    def read_again(self, reason: str, age_s: float = math.inf) -> None:
+        """Have the followed stream read again, if one is followed; a connection older than `age_s` is opened again."""
         if self.expire is not None:
-            self.expire(reason)
+            self.expire(reason, age_s)
 
     async def run(self) -> None:
         """Poll until cancelled; return at once if the engine cannot be polled."""
@@ -121,6 +124,8 @@ class EnginePoller:
                 state.on_engine_start(liveness.start_s)
                 for vital_sign in signs:
                     self._take(vital_sign)
+                if isinstance(sign, Pulse) and (sign.start_s is not None or liveness.start_s is None):
+                    self._same_s = requested_s
             # Not asyncio.timeout, because it would end every pause with two exceptions.
             pause_s = interval_s * services.rng.uniform(1 - JITTER, 1 + JITTER)
             timer = asyncio.get_running_loop().call_later(pause_s, self._due.set)
@@ -132,7 +137,9 @@ class EnginePoller:
     def _take(self, sign: VitalSign) -> None:
         """Report a change of the engine's life, and have the stream read again if another life may have begun."""
         if isinstance(sign, EngineBack | EngineRestarted):
-            self.read_again("the engine answers again" if isinstance(sign, EngineBack) else sign.reason)
+            reason = "the engine answers again" if isinstance(sign, EngineBack) else sign.reason
+            # An older connection may lead to the former process, whose machine may have died without a word.
+            self.read_again(reason, self._services.clock() - self._same_s)
         self._state.on_life_sign(sign)
 
     async def _ask(self, http: EngineClient, path: str) -> Pulse | NoPulse | None:
