@@ -128,7 +128,7 @@ async def test_no_commit_goes_into_an_epoch_that_lost_all_of_its_own(held: Held)
         await holder.write(flush("e", 1))
     await holder.release()
     assert await holder.take()
-    # What is in memory does not continue what the store has, so all of it is written again.
+    # The memory does not continue what the store has, so all of it is written again.
     assert holder.written == ("e", None)
 
 

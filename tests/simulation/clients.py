@@ -246,7 +246,8 @@ class Clients:
         is_lost = owner.token != booking.token or owner.process is None
         if not is_over and not is_lost and self._loop.time() > self.disturbed_s + CALM_S:
             self._laws.broken = f"reservations: {router.name} does not find {booking.selection_id} of {owner.name}"
-        # Whoever believes this does not come back, and what is left ends with the next life of the engine that its router sees.
+        # A client that believes this does not come back, and what is left ends with the next life of the engine that its router
+        # sees.
         booking.is_uncertain = True
 
     def _lives(self, worker: WorkerKey) -> tuple[int, bool, int]:

@@ -37,7 +37,7 @@ FAULTS = {
     "operator_remove": 1,
     "operator_settings": 1,
 }
-# What an operator does to a worker.
+# The changes that an operator makes to a worker.
 TO_WORKERS = ("operator_drain", "operator_move", "operator_remove")
 
 

@@ -397,8 +397,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "removal_half_done",
         "router/follow/fleet/fleet.py",
-        "            finally:\n                # Whatever the store answers",
-        "            except ValueError:\n                raise\n            else:\n                # Whatever the store answers",
+        "            finally:\n                # The mirror drops the worker",
+        "            except ValueError:\n                raise\n            else:\n                # The mirror drops the worker",
         "The mirror keeps a removed worker if the store takes no writes, and nobody follows the worker when it returns "
         "(found by the simulation).",
     ),

@@ -108,7 +108,7 @@ class End:
         self.host.ends.pop(self, None)
         self.peer.stalled_s = self.network.loop.time()
         if self.inbound and self.peer.is_open:
-            # What was under way is sent again.
+            # Bytes that were under way are sent again.
             self.peer._retransmit()
 
     def resume(self) -> None:

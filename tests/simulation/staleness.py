@@ -18,7 +18,7 @@ LAG_S = 2.0
 
 
 class Followed:
-    """What the followers of each worker have shown, and when."""
+    """The positions that the followers of each worker have shown, and when."""
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         self._now_s = now_s

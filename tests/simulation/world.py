@@ -213,7 +213,7 @@ class World:
         for server in self.servers:
             begins_s = rng.uniform(2.0, LATEST_S) if rng.random() < LATE_SHARE else rng.uniform(0.0, 2.0)
             loop.after(begins_s, server.begin)
-            # Whoever starts an engine registers it before or after that.
+            # An engine is registered before it starts, or after.
             registers_s = max(0.0, begins_s + rng.uniform(-2.0, 2.0))
             for engine in server.engines:
                 loop.after(registers_s, partial(self.operator.want, engine.worker, is_wanted=True))

@@ -432,7 +432,7 @@ class Fleet:
             try:
                 await self._registry.remove(worker).forget()
             finally:
-                # Whatever the store answers, the mirror no longer has the worker, which may be registered again.
+                # The mirror drops the worker, whatever the store answers, because it may be registered again.
                 await self._forget(worker)
             log.info("unregistered elsewhere", extra={"worker": worker})
 

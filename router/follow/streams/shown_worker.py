@@ -56,7 +56,7 @@ class Shown(msgspec.Struct):
 
 
 class ShownWorker:
-    """What this process knows of one worker, what it publishes and what it shows; `WorkerState` decides when.
+    """The knowledge of one worker in this process, and its way to the mirror and to readers; `WorkerState` decides when.
 
     `_publish` moves changes of the worker's residency into the mirror and to those who watch the fleet. `_show` makes the
     new `view`, which the matcher reads.
@@ -93,7 +93,7 @@ class ShownWorker:
         self.lives = EngineLives()
         self.clears = ClearWatch()
 
-        # What is published
+        # For the mirror and the store
         self.events = WorkerEvents(registration.worker, services.feed)
         # Present from when this process leads the worker's mirror until others may.
         self.lead: MirrorLead | None = None
@@ -104,7 +104,7 @@ class ShownWorker:
         # The counts that the metrics include already.
         self.counted = IngestCounters()
 
-        # What is shown
+        # For readers
         self.shown = Shown()
         # When the items that were applied last were received.
         self._received_s = services.clock()
