@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from kvrouter.router.index.store.store import IndexStore
 from kvrouter.router.model.workers.listed_worker import listed_worker
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.source_precedence import FILE, KUBERNETES, STATIC
+from tests.contract.lead_support import until
 from tests.support.engine_http import EngineHttp
 from tests.support.fake_cluster import NAMESPACE, TOKEN, FakeCluster, pod
 from tests.support.listed_routers import STILL_S, TIMEOUT_S, Listed, routing
@@ -71,11 +71,6 @@ async def test_a_worker_that_left_while_the_store_took_no_writes_is_followed_whe
             raise StoreError("OOM command not allowed")
         return await forget(self, worker, token)
 
-    async def until(happened: Callable[[], bool]) -> None:
-        async with asyncio.timeout(TIMEOUT_S):
-            while not happened():
-                await asyncio.sleep(0.01)
-
     worker = WorkerKey("m", "own")
     registration = Registration(worker, url="http://127.0.0.1:9")
     async with routing(url) as left, routing(url) as right:
@@ -87,13 +82,18 @@ async def test_a_worker_that_left_while_the_store_took_no_writes_is_followed_whe
             ]
 
         await left.core.register(registration)
-        await until(lambda: any(following()) and all(worker in core.registry.followers for core in routers))
+        await until(
+            lambda: any(following()) and all(worker in core.registry.followers for core in routers),
+            "nobody follows the worker, or only one router knows it",
+        )
         follower, other = routers if following()[0] else routers[::-1]
         monkeypatch.setattr(IndexStore, "forget", refused_first)
         await other.unregister("own")
-        await until(lambda: bool(refused) and worker not in follower.registry.followers)
+        await until(lambda: refused and worker not in follower.registry.followers, "the worker is not removed")
         await other.register(registration)
-        await until(lambda: worker in follower.registry.followers and sum(following()) == 1)
+        await until(
+            lambda: worker in follower.registry.followers and sum(following()) == 1, "nobody follows the worker"
+        )
 
 
 async def test_a_source_takes_away_its_own_and_nothing_else(url: str) -> None:

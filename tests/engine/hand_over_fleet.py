@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import count, takewhile
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -112,10 +112,10 @@ class HandOverFleet:
 
     def turns(self, live: Sequence[int], seconds: float) -> Reuse:
         """Run a turn of each conversation every TURN_S for this long."""
-        end_s = time.monotonic() + seconds
+        begun_s = time.monotonic()
         total = self.turn(live)
-        for next_s in takewhile(lambda next_s: next_s < end_s, count(end_s - seconds + TURN_S, TURN_S)):
-            time.sleep(max(0.0, next_s - time.monotonic()))
+        for number in range(1, math.ceil(seconds / TURN_S)):
+            time.sleep(max(0.0, begun_s + number * TURN_S - time.monotonic()))
             reuse = self.turn(live)
             total = Reuse(total.tokens + reuse.tokens, total.reused + reuse.reused, total.wrong + reuse.wrong)
         return total

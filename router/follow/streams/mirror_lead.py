@@ -57,17 +57,16 @@ class MirrorSource(Protocol):
 class MirrorLead:
     """The path of one worker's changes into the mirror and the store, while this process writes its part of the mirror."""
 
-    def __init__(self, worker: WorkerKey, mirror: MirrorSource, *, max_blocks: int = MAX_PENDING_BLOCKS) -> None:
+    def __init__(self, worker: WorkerKey, mirror: MirrorSource) -> None:
         """Begin with an empty backlog.
 
         Args:
             worker: The worker.
             mirror: The mirror, which the caller must lead for this worker.
-            max_blocks: How many transitions may wait for the store before the backlog is full.
         """
         self._worker = worker
         self._mirror = mirror
-        self.backlog = CommitBacklog(max_blocks)
+        self.backlog = CommitBacklog(MAX_PENDING_BLOCKS)
 
     def show_all(self, held: WorkerEpoch) -> dict[Place, Hashes]:
         """Replace the worker's part of the mirror by the blocks that it holds now, and return these by place."""
