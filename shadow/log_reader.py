@@ -120,8 +120,7 @@ class LogReader:
                     file, successor = successor, None
                     pending.clear()
                     is_long = False
-                else:
-                    self._pause.wait(POLL_S)
+                elif not self._pause.wait(POLL_S):
                     successor = self._successor(file)
         finally:
             for opened in (file, successor):
