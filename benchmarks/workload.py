@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -123,9 +124,13 @@ class Publishing:
     Blocks that a worker holds already are not announced again. Every group keeps every block.
     """
 
-    def __init__(self, workers: int = WORKERS, groups: Sequence[Kind] = ONE_GROUP) -> None:
+    def __init__(
+        self, workers: int = WORKERS, groups: Sequence[Kind] = ONE_GROUP, events_per_batch: int | None = None
+    ) -> None:
+        """Begin with nothing cached; by default the events of a batch depend on their blocks (EVENTS_PER_BATCH)."""
         self._workers = workers
         self._groups = groups
+        self._events_per_batch = events_per_batch
         self._families: set[tuple[int, int]] = set()
         self._seqs = [0] * workers
         self.held: dict[int, list[int]] = {}
@@ -141,7 +146,7 @@ class Publishing:
                 yield from self._store(worker, chain, first, blocks_per_event)
 
     def _store(self, worker: int, chain: Chain, first: int, blocks_per_event: int) -> Iterator[Frame]:
-        step = blocks_per_event * EVENTS_PER_BATCH.get(blocks_per_event, 4)
+        step = blocks_per_event * (self._events_per_batch or EVENTS_PER_BATCH.get(blocks_per_event, 4))
         for start in range(first, CHAIN_BLOCKS, step):
             end = min(start + step, CHAIN_BLOCKS)
             events = [
@@ -157,6 +162,15 @@ class Publishing:
     @property
     def next_seqs(self) -> list[int]:
         return list(self._seqs)
+
+
+def at_once(frames: Iterable[Frame]) -> Iterator[Frame]:
+    """Yield batches in the order in which workers that run at once publish them: one of each in turn."""
+    by_worker: dict[int, list[Frame]] = {}
+    for frame in frames:
+        by_worker.setdefault(frame.worker, []).append(frame)
+    for turn in zip_longest(*by_worker.values()):
+        yield from filter(None, turn)
 
 
 def last_placed(held: Mapping[int, Sequence[int]], prompts: int) -> Iterator[tuple[int, int]]:
