@@ -3,40 +3,74 @@
 
 As vLLM does, each worker publishes one event a message, with its token ids: a prefill's blocks, or the one block that a
 decoding request has filled. The workers' streams are encoded beforehand and published at full speed, one message of
-each worker in turn. The time runs from the first send until /query_by_hash shows each worker's whole last prompt. Each
-round starts both servers again. All prompts are compared after the last round. This router also writes the blocks to
-Valkey in the background, and its CPU is counted until they are stored; dynamo keeps them in memory only.
+each worker in turn. Before the timing each worker has stored a prompt or two, in events of 32 blocks, so that the
+servers know its groups. The time runs from the first send until /query_by_hash shows each worker's whole last prompt.
+Each round starts both servers again. All prompts are compared after the last round. This router also writes the blocks
+to Valkey in the background, and its CPU is counted until they are stored; dynamo keeps them in memory only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from benchmarks.peers.dynamo import INDEXER, check_equal, rotate, run_servers
 from benchmarks.peers.packages import PeerSettings
 from benchmarks.peers.table import Findings, peer_row
 from benchmarks.processes import Publisher, Served, cpu_s
 from benchmarks.report import progress
-from benchmarks.workload import Chain, Publishing, Workload, at_once, chains_for, write_frames
+from benchmarks.workload import Chain, Frame, Publishing, Workload, at_once, chains_for, places, write_frames
 
 # The workers, the blocks of an event, and the entries of a whole and of a quick run.
-CASES = ((16, 32, 600_000, 60_000), (16, 1, 150_000, 30_000), (64, 32, 600_000, 100_000), (64, 1, 150_000, 100_000))
+CASES = ((16, 32, 600_000, 60_000), (16, 1, 150_000, 40_000), (64, 32, 600_000, 130_000), (64, 1, 250_000, 130_000))
 GOAL, CPU_GOAL = 1.3, 1.0
+PREFILL_BLOCKS = 32
 
 
-def one_round(
-    server: Served, publisher: Publisher, batches: int, last: Mapping[int, Chain]
-) -> tuple[float, float, float]:
+class Stream(NamedTuple):
+    """The batches of one case."""
+
+    # Those before the timing, and those of the timing.
+    first: list[Frame]
+    timed: list[Frame]
+    # The last prompt of each worker before the timing and in it.
+    first_last: dict[int, Chain]
+    timed_last: dict[int, Chain]
+
+
+def stream_of(chains: Sequence[Chain], workers: int, size: int) -> Stream:
+    """Return the batches for these prompts, of which the first that reach all workers come before the timing."""
+    missing, known = set(range(workers)), 0
+    while missing:
+        missing -= set(places(known, workers))
+        known += 1
+    publishing = Publishing(workers, events_per_batch=1)
+    numbered = list(enumerate(chains))
+    first = list(publishing.frames(numbered[:known], PREFILL_BLOCKS))
+    first_last = _last(publishing.held, chains)
+    timed = list(at_once(publishing.frames(numbered[known:], size)))
+    return Stream(first, timed, first_last, _last(publishing.held, chains))
+
+
+def _last(held: Mapping[int, Sequence[int]], chains: Sequence[Chain]) -> dict[int, Chain]:
+    return {worker: chains[index] for index, holders in held.items() for worker in holders}
+
+
+def one_round(server: Served, publisher: Publisher, stream: Stream) -> tuple[float, float, float]:
     """Publish all batches to a server and wait until the last prompt of each worker is visible.
 
     Returns:
         Blocks/s until visible; blocks/s that the publisher handed to ZMQ; us of the server's CPU for a block.
     """
     publisher.wait()
+    publisher.send(len(stream.first))
+    for worker, chain in stream.first_last.items():
+        server.wait_visible(chain, worker)
+    server.wait_stored()
     before = cpu_s(server.pid)
-    publisher.start(f"send {batches} 0")
+    publisher.start(f"send {len(stream.timed)} 0")
     sent = publisher.finish()
-    visible = max(server.wait_visible(chain, worker) for worker, chain in last.items())
+    visible = max(server.wait_visible(chain, worker) for worker, chain in stream.timed_last.items())
     server.wait_stored()
     blocks = sent["blocks"]
     used = (cpu_s(server.pid) - before) / blocks * 1e6
@@ -51,10 +85,9 @@ def measure(settings: PeerSettings) -> Findings:
     notes = []
     for (workers, size, *_), entries in zip(CASES, wanted, strict=True):
         chosen = chains[: chains_for(entries, workers)]
-        publishing = Publishing(workers, events_per_batch=1)
+        stream = stream_of(chosen, workers, size)
         path = settings.folder / f"frames-{workers}-{size}.bin"
-        batches, blocks = write_frames(path, at_once(publishing.frames(enumerate(chosen), size)))
-        last = {worker: chosen[index] for index, holders in publishing.held.items() for worker in holders}
+        write_frames(path, [*stream.first, *stream.timed])
         rates: dict[str, list[float]] = {}
         used: dict[str, list[float]] = {}
         published = []
@@ -65,7 +98,7 @@ def measure(settings: PeerSettings) -> Findings:
                 for server in rotate(servers, turn):
                     with Publisher.run(path, workers) as publisher:
                         server.register(publisher.endpoints)
-                        rate, sending, cpu = one_round(server, publisher, batches, last)
+                        rate, sending, cpu = one_round(server, publisher, stream)
                         used.setdefault(server.name, []).append(cpu)
                         rates.setdefault(server.name, []).append(rate)
                         published.append(sending)
@@ -76,5 +109,6 @@ def measure(settings: PeerSettings) -> Findings:
         rows.append(
             peer_row(f"{what}, CPU, Valkey included", "us/block", INDEXER, used, goal=CPU_GOAL, problem=problem)
         )
+        blocks = sum(frame.blocks for frame in stream.timed)
         notes.append(f"{what}: {blocks:,} blocks; the publisher itself sent {min(published):,.0f} blocks/s or more")
     return Findings(rows, notes)

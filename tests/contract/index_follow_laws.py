@@ -259,6 +259,25 @@ class FollowLaws:
         assert (entry.commit, entry.last_seq) == (42, 40)
         await follower.close()
 
+    @pytest.mark.parametrize(("field", "other"), [("epoch", "e0"), ("seq", 7)])
+    async def test_a_log_with_as_many_other_entries_is_reloaded(
+        self, world: World, store: IndexStore, field: str, other: object
+    ) -> None:
+        worker = await world.owned(store)
+        for seq in range(3):
+            assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (seq,))]), ME) is APPLIED
+        follower = LogFollower(store.servers, supervisor=supervisor())
+        # As read from a replica that was promoted for some time.
+        follower.add_image(msgspec.structs.replace(await store.load(worker), **{field: other}))
+        assert await store.commit(Commit(worker, "e1", 3, 3, [change(GPU, (3,))]), ME) is APPLIED
+        (item,) = await next_items(follower, 1)
+        assert isinstance(item, Reload)
+        follower.add_image(await store.load(worker))
+        assert await store.commit(Commit(worker, "e1", 4, 4), ME) is APPLIED
+        (entry,) = await next_items(follower, 1)
+        assert entry.last_seq == 4
+        await follower.close()
+
     async def test_a_damaged_log_or_checkpoint_is_refused(self, world: World, store: IndexStore) -> None:
         for name, spoil in SPOILS.items():
             print(name)

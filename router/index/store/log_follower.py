@@ -2,10 +2,10 @@
 """The logs of many workers as one stream of typed items, each entry once and in its worker's order.
 
 One blocking XREAD reads all logs of a single server. A cluster refuses an XREAD over several slots, so there each
-worker has a connection of its own. Entries are numbered per worker without holes. Anything that breaks the numbering (a
-trimmed log, a store that lost its last second, a worker dropped and registered again) ends in one `Reload`, never in a
-silent miss. The follower decides nothing and keeps no residency; while the store is away, routing continues from the
-mirror.
+worker has a connection of its own. Entries are numbered per worker without holes, and the seqs of an epoch's commits
+have none either. Anything that breaks this (a trimmed log, a store that lost its last second or was replaced by another
+one, a worker dropped and registered again) ends in one `Reload`, never in a silent miss. The follower decides nothing
+and keeps no residency; while the store is away, routing continues from the mirror.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvrouter.router.base.redis_client.errors import ReplyError, StoreError
 from kvrouter.router.base.redis_client.resp import command
 from kvrouter.router.base.redis_client.servers import Servers
 from kvrouter.router.index.store import keys
-from kvrouter.router.index.store.commit import NO_LOG_ID, WorkerImage
+from kvrouter.router.index.store.commit import WorkerImage
 from kvrouter.router.index.store.log_entry import LogEntry, parse_entry
 
 # How long one XREAD waits for news. News arrives at once, so this only bounds how long a dead connection can look idle.
@@ -78,10 +78,13 @@ class _Position:
     Each `add` makes a new position, which separates its items from those of an earlier one.
     """
 
-    def __init__(self, worker: WorkerKey, log_id: str, commits: int) -> None:
-        self.worker = worker
-        self.log_id = log_id
-        self.commits = commits
+    def __init__(self, image: WorkerImage) -> None:
+        self.worker = image.worker
+        self.log_id = image.log_id
+        self.commits = image.commits
+        self.epoch = image.epoch
+        # The last seq that was committed in the epoch, None if none was.
+        self.seq = image.seq
 
     def advance(self, entry_id: bytes, fields: list[bytes]) -> LogEntry | Reload:
         """Move to the next entry and return it, or return a `Reload` if it does not continue the log."""
@@ -94,8 +97,22 @@ class _Position:
                 f"the log continues with entry {entry.commit} after entry {self.commits}: it was trimmed or rewritten"
             )
             return Reload(self.worker, reason)
-        self.log_id, self.commits = entry.id, entry.commit
+        if not self._continues(entry):
+            # After a failover and back, a store may have as many entries as were read, but others.
+            return Reload(
+                self.worker, f"entry {entry.commit} of the log does not continue the epoch and seq that were read"
+            )
+        self.log_id, self.commits, self.epoch = entry.id, entry.commit, entry.epoch
+        self.seq = None if entry.opened_epoch else self.seq if entry.last_seq is None else entry.last_seq
         return entry
+
+    def _continues(self, entry: LogEntry) -> bool:
+        """Return whether an entry belongs to the state that the entries before it made."""
+        if entry.opened_epoch or self.epoch is None:
+            return True
+        if entry.first_seq is None or self.seq is None:
+            return entry.epoch == self.epoch
+        return (entry.epoch, entry.first_seq) == (self.epoch, self.seq + 1)
 
 
 _Found = list[tuple[_Position | None, FollowerItem]]
@@ -296,9 +313,14 @@ class LogFollower:
         self._positions: dict[WorkerKey, _Position] = {}
         self._readers: dict[WorkerKey | None, _Reader] = {}
 
-    def add(self, worker: WorkerKey, log_id: str = NO_LOG_ID, commits: int = 0) -> None:
-        """Follow `worker` after entry (log_id, commits), by default from its first. Replaces an earlier add."""
-        position = self._positions[worker] = _Position(worker, log_id, commits)
+    def add(self, worker: WorkerKey) -> None:
+        """Follow a worker's log from its first entry on. Replaces an earlier addition."""
+        self.add_image(WorkerImage.empty(worker))
+
+    def add_image(self, image: WorkerImage) -> None:
+        """Follow a worker's log from the state in its loaded image on. Replaces an earlier addition."""
+        worker = image.worker
+        position = self._positions[worker] = _Position(image)
         name = worker if self._servers.is_cluster else None
         reader = self._readers.get(name)
         if reader is None:
@@ -309,10 +331,6 @@ class LogFollower:
     def reading(self) -> bool:
         """Whether all added logs are read; false while a reader that failed waits to be started again."""
         return all(reader.runs for reader in self._readers.values())
-
-    def add_image(self, image: WorkerImage) -> None:
-        """Follow a worker's log from the state in its loaded image on."""
-        self.add(image.worker, image.log_id, image.commits)
 
     async def remove(self, worker: WorkerKey) -> None:
         """Stop following `worker`; no item of it comes after this."""
