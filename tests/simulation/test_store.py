@@ -20,6 +20,9 @@ from kvrouter.router.index.store.commit import Commit, CommitOutcome, LeaseValue
 from kvrouter.router.index.store.log_entry import LogEntry
 from kvrouter.router.index.store.log_follower import LogFollower, StoreBack, StoreLost
 from kvrouter.router.index.store.store import IndexStore
+from kvrouter.router.route.load.load_sync import READ_BLOCK_S, RETRY_LAST_S, SILENT_S, LoadSync
+from kvrouter.router.route.load.load_table import LoadTable
+from kvrouter.router.route.load.worker_load import LoadModel
 from tests.simulation.store.bare_loop import BareLoop
 from tests.simulation.store.store import Former, Store
 
@@ -295,6 +298,31 @@ def test_follower_reports_a_lost_store_and_goes_on() -> None:
         await index.commit(Commit(WORKER, "e", 0, 0), lease)
         assert isinstance((await follower.next())[0], LogEntry)
         await follower.close()
+
+    play(scene)
+
+
+def test_shared_load_is_known_again_soon_after_a_store_that_died_without_a_word() -> None:
+    async def scene(store: Store) -> None:
+        loop = asyncio.get_running_loop()
+        share = LoadSync(
+            LoadModel(LoadTable(), 10_000),
+            await store.client("a"),
+            process="p",
+            clock=loop.time,
+            rng=random.Random(1),
+            end_here=lambda selection_id, how: False,
+            changed=lambda: None,
+        )
+        share.start()
+        await asyncio.sleep(1.0)
+        store.stop()
+        await asyncio.sleep(READ_BLOCK_S + SILENT_S)
+        assert "did not answer" in str(share.problem)
+        store.resume()
+        await asyncio.sleep(RETRY_LAST_S)
+        assert share.problem is None
+        await share.stop()
 
     play(scene)
 

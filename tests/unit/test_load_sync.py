@@ -119,7 +119,7 @@ async def test_a_process_that_reads_nothing_does_not_say_that_nobody_has_a_reser
     share = Share(0, lambda: now_s)
 
     class Reader:
-        async def run(self, request: bytes, replies: int) -> list[Any]:
+        async def run(self, request: bytes, replies: int, timeout_s: float) -> list[Any]:
             return [[(b"loads", [(b"1-0", [b"m", encode(LoadMessage("p", True))])])]]
 
     with pytest.raises(StoreDown, match="nothing that routers publish"):

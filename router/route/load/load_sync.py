@@ -50,9 +50,8 @@ SILENT_S = 2.0
 STREAM_MESSAGES = 4_096
 # Messages read at once; the limit gives other tasks their turn.
 MESSAGES_PER_READ = 256
-# Length of one blocking read. It is much shorter than the timeout of a connection, so that silence is not taken for a
-# dead server.
-READ_BLOCK_MS = 2_000
+# Length of one blocking read.
+READ_BLOCK_S = 1.0
 # How long other processes may take to say whether a reservation is theirs: two batches, and the stall of a busy
 # machine.
 ENDING_ANSWER_S = 2.0
@@ -286,8 +285,10 @@ class LoadSync:
 
     async def _next(self, connection: Connection, last_id: bytes) -> bytes:
         """Read and apply the entries after `last_id`, and return the id of the last one read."""
-        request = command("XREAD", "COUNT", MESSAGES_PER_READ, "BLOCK", READ_BLOCK_MS, "STREAMS", keys.LOADS, last_id)
-        (reply,) = await connection.run(request, 1)
+        block_ms = round(READ_BLOCK_S * 1_000)
+        request = command("XREAD", "COUNT", MESSAGES_PER_READ, "BLOCK", block_ms, "STREAMS", keys.LOADS, last_id)
+        # After SILENT_S others count as gone, so a connection to a machine that died without a word is not kept longer.
+        (reply,) = await connection.run(request, 1, READ_BLOCK_S + SILENT_S)
         if reply is None:
             return last_id
         self._read_s = self._clock()
