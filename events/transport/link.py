@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 NEWS = zmq.Event.CONNECTED | zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_AUTH
 # Messages of both streams have three or four frames; reading 200,000 takes seconds.
 MAX_FRAMES = 16
+# As a number, and frames instead of RCVMORE, because pyzmq looks up each option and flag in an enum: of the three
+# microseconds that a message of three frames takes to receive, that is one.
+NOBLOCK = int(zmq.NOBLOCK)
 
 
 class Link:
@@ -102,19 +105,21 @@ class Link:
         if socket is None:
             return None
         try:
-            frame = socket.recv(zmq.NOBLOCK)
+            frame = socket.recv(NOBLOCK, copy=False)
         except zmq.Again:
             self._is_read = True
             return None
         self._is_read = False
-        frames, size_bytes = [frame], len(frame)
-        while socket.getsockopt(zmq.RCVMORE):
+        content = frame.bytes
+        frames, size_bytes = [content], len(content)
+        while frame.more:
             if len(frames) == MAX_FRAMES:
                 self._end_flood(f"a message has more than {MAX_FRAMES} frames")
                 return None
-            frame = socket.recv(zmq.NOBLOCK)
-            frames.append(frame)
-            size_bytes += len(frame)
+            frame = socket.recv(NOBLOCK, copy=False)
+            content = frame.bytes
+            frames.append(content)
+            size_bytes += len(content)
         self._delivered_bytes += size_bytes
         if size_bytes > self._limits.max_message_bytes + SLACK_BYTES:
             self._end_flood(f"a message has {size_bytes} bytes, and at most {self._limits.max_message_bytes} are read")

@@ -116,11 +116,6 @@ class ClientSocket(_Readable):
     def setsockopt(self, option: int, value: Any) -> None:
         self._options[option] = value
 
-    def getsockopt(self, option: int) -> int:
-        if option == zmq.RCVMORE:
-            return int(bool(self._partial))
-        return super().getsockopt(option)
-
     def get_monitor_socket(self, events: int) -> MonitorSocket:
         self._monitor = MonitorSocket(self.loop)
         return self._monitor
@@ -138,7 +133,7 @@ class ClientSocket(_Readable):
         if ping_ms := self._options.get(zmq.HEARTBEAT_IVL):
             self._ping(ping_ms / 1_000, self._options[zmq.HEARTBEAT_TIMEOUT] / 1_000)
 
-    def recv(self, flags: int = 0) -> bytes:
+    def recv(self, flags: int, copy: bool) -> zmq.Frame:
         """Return the next frame. Raises zmq.Again."""
         self.has_notice = False
         if not self._partial:
@@ -148,7 +143,9 @@ class ClientSocket(_Readable):
             end = self._end
             if end is not None and end.is_full and len(self.inbox) < self._receive_hwm // 2:
                 end.resume()
-        return self._partial.popleft()
+        frame = zmq.Frame(self._partial.popleft())
+        frame.more = bool(self._partial)
+        return frame
 
     def send_multipart(self, frames: Any, flags: int = 0) -> None:
         """Queue a message. Raises zmq.Again beyond the high-water mark."""

@@ -20,6 +20,8 @@ from kvrouter.router.index.ingest.net_changes import NetChanges, ResidencyDelta
 Hashes = NDArray[np.uint64]
 
 MASK_64 = (1 << 64) - 1
+# Adding so few numbers one by one takes less time than a call of numpy, some 4 us.
+FEW_HASHES = 64
 
 # An engine has some ten groups and a handful of media and owners; each place costs a table, a Redis key and a bit. The
 # bound is that of a snapshot (events/patch/snapshot_assembly.py), so that an accepted snapshot always fits.
@@ -299,4 +301,6 @@ def _has(ordered: Hashes, block_hash: int) -> bool:
 
 
 def _sum(hashes: Hashes) -> int:
+    if len(hashes) < FEW_HASHES:
+        return sum(hashes.tolist()) & MASK_64
     return int(hashes.sum(dtype=np.uint64))
