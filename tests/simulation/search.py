@@ -3,7 +3,7 @@
 
     python -m tests.simulation.search --hours 1 --seed 1     # search
     python -m tests.simulation.search --only 4711            # one world, with its history
-    python -m tests.simulation.search --twice --worlds 1000  # each world in two fresh processes
+    python -m tests.simulation.search --twice --worlds 1000  # each world also in a second interpreter
 
 The end of a search shows which transitions, outcomes of leases, and pairs of a fault and a state were met
 (`coverage.py`); `--json` writes them to a file. A broken law ends the search, unless `--go-on` is given: its seed, the few
@@ -15,15 +15,13 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import pickle
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,7 @@ import msgspec
 
 from tests.simulation import coverage
 from tests.simulation.faults import FAULTS, Fault
+from tests.simulation.twin import DIGEST, Twin, running
 from tests.simulation.world import Outcome, run_world
 
 # Lines of the history that are shown before the broken law, and how long one may be.
@@ -40,10 +39,6 @@ SHOWN_CHARS = 220
 # A world takes seconds; one that takes longer stands still within one step.
 WORLD_TIMEOUT_S = 300.0
 PROGRESS_S = 10.0
-# The hash seeds of the two processes that must agree.
-HASH_SEEDS = ("1", "2")
-# The law that they keep.
-DIGEST = "digest"
 
 
 @dataclass
@@ -108,12 +103,12 @@ class Totals:
 class Child:
     """One world in a forked process, which ends without clean-up: what a killed router left must not run."""
 
-    def __init__(self, seed: int, without: Collection[int] = (), *, twice: bool = False) -> None:
+    def __init__(self, seed: int, without: Collection[int] = (), twin: Twin | None = None) -> None:
         self.seed = seed
         self.began_s = time.monotonic()
         context = multiprocessing.get_context("fork")
         self.pipe, far = context.Pipe(duplex=False)
-        self._process = context.Process(target=_work, args=(seed, without, twice, far), daemon=True)
+        self._process = context.Process(target=_work, args=(seed, without, twin, far), daemon=True)
         self._process.start()
         far.close()
 
@@ -129,52 +124,28 @@ class Child:
         return outcome, cpu_s
 
     def end(self) -> None:
-        """End the process, and with it the two that it runs for `twice`."""
+        """End the process."""
         self._process.terminate()
         self._process.join()
 
 
-def _work(seed: int, without: Collection[int], twice: bool, pipe: Connection[Any, Any]) -> None:
+def _work(seed: int, without: Collection[int], twin: Twin | None, pipe: Connection[Any, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if twice:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-        pipe.send(run_twice(seed))
-    else:
-        before_s = time.process_time()
-        outcome = run_world(seed, without)
-        if not outcome.problem:
-            outcome.history = []
-        pipe.send((outcome, time.process_time() - before_s))
+    before_s = time.process_time()
+    outcome = run_world(seed, without)
+    cpu_s = time.process_time() - before_s
+    if twin is not None:
+        twin.compare(outcome)
+    if not outcome.problem:
+        outcome.history = []
+    pipe.send((outcome, cpu_s))
     pipe.close()
     os._exit(0)
 
 
-def run_twice(seed: int) -> tuple[Outcome, float]:
-    """Run a world in two fresh interpreters with other hash seeds; return the outcome, and the CPU seconds of the first.
-
-    Different digests are the problem of the outcome, with the first line of the history that differs.
-    """
-    (first, cpu_s), (second, _) = (_run_fresh(seed, hash_seed) for hash_seed in HASH_SEEDS)
-    if first.digest != second.digest and not first.problem:
-        lines = zip_longest(first.history, second.history, fillvalue="the end")
-        differing = next(((one, other) for one, other in lines if one != other), ("the same history", "random numbers"))
-        first.problem = f"{DIGEST}: two processes differ first in {differing[0]!r} and {differing[1]!r}"
-    if not first.problem:
-        first.history = []
-    return first, cpu_s
-
-
-def _run_fresh(seed: int, hash_seed: str) -> tuple[Outcome, float]:
-    command = [sys.executable, "-m", "tests.simulation.search", "--only", str(seed), "--pickle"]
-    environment = os.environ | {"PYTHONHASHSEED": hash_seed}
-    process = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
-    outcome: tuple[Outcome, float] = pickle.loads(process.stdout)
-    return outcome
-
-
-def run_alone(seed: int, without: Collection[int] = ()) -> Outcome:
+def run_alone(seed: int, without: Collection[int] = (), twin: Twin | None = None) -> Outcome:
     """Run one world in a process of its own."""
-    return Child(seed, without).result()[0]
+    return Child(seed, without, twin).result()[0]
 
 
 def search(
@@ -184,7 +155,7 @@ def search(
     totals: Totals,
     *,
     goes_on: bool = False,
-    twice: bool = False,
+    twin: Twin | None = None,
 ) -> list[Outcome]:
     """Run worlds until one breaks a law or the time is over; return the outcomes that broke one."""
     children: list[Child] = []
@@ -194,7 +165,7 @@ def search(
         while True:
             ends = time.monotonic() >= until_s or (broken and not goes_on)
             while not ends and len(children) < processes and (seed := next(seeds, None)) is not None:
-                children.append(Child(seed, twice=twice))
+                children.append(Child(seed, twin=twin))
             if not children or (broken and not goes_on):
                 return broken
             readable = wait([child.pipe for child in children], timeout=1.0)
@@ -261,17 +232,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--go-on", action="store_true", help="list all seeds that break a law, instead of ending with one"
     )
     parser.add_argument(
-        "--twice", action="store_true", help="run each world in two fresh processes, which must agree in every step"
+        "--twice",
+        action="store_true",
+        help="run each world in a second interpreter, too, which must agree in every step",
     )
     parser.add_argument("--json", metavar="FILE", help="write what was met to this file, too")
-    parser.add_argument("--pickle", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.only is not None:
         outcome = run_world(options.only)
-        if options.pickle:
-            sys.stdout.buffer.write(pickle.dumps((outcome, time.process_time())))
-            sys.stdout.flush()
-            os._exit(0)
         print("\n".join(outcome.history))
         print(f"digest {outcome.digest}: {outcome.problem or 'no law is broken'}", flush=True)
         # The remains of killed routers must not run.
@@ -280,15 +248,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"seeds from {first} on, {options.processes} at once", flush=True)
     seeds = iter(range(first, first + (options.worlds or sys.maxsize // 2)))
     totals = Totals()
+    until_s = time.monotonic() + 3600 * options.hours
     try:
-        broken = search(
-            seeds,
-            options.processes,
-            time.monotonic() + 3600 * options.hours,
-            totals,
-            goes_on=options.go_on,
-            twice=options.twice,
-        )
+        with running() if options.twice else nullcontext() as twin:
+            broken = search(seeds, options.processes, until_s, totals, goes_on=options.go_on, twin=twin)
     except KeyboardInterrupt:
         print("ended by Ctrl-C")
         broken = []

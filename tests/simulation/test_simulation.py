@@ -13,7 +13,8 @@ from tests.simulation.coverage import LEASE_OUTCOMES, PAIRED_STATES, all_transit
 from tests.simulation.faults import FAULTS
 from tests.simulation.mutants import find
 from tests.simulation.mutations import MUTATIONS, ROOT
-from tests.simulation.search import Totals, run_alone, run_twice, search
+from tests.simulation.search import Totals, run_alone, search
+from tests.simulation.twin import running
 
 # Worlds that broke a law once (docs/explanation/fault-tests.md has the laws), and one of many that did not.
 SEEDS = (1, 5001, 5011)
@@ -32,7 +33,8 @@ def test_a_fleet_with_faults_keeps_the_laws(seed: int) -> None:
 
 
 def test_a_seed_decides_the_whole_history() -> None:
-    outcome, _ = run_twice(TWICE_SEED)
+    with running() as twin:
+        outcome = run_alone(TWICE_SEED, twin=twin)
     assert outcome.digest and not outcome.problem
 
 
