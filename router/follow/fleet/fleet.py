@@ -263,7 +263,7 @@ class Fleet:
                 # The detected kind of an engine stays if the same engine is registered without a kind.
                 registration = msgspec.structs.replace(registration, engine=follower.state.registration.engine)
             is_known = follower is not None and _says_the_same(follower.state.registration, registration)
-            if is_known and worker not in self._illegible and not await self._may_have_changed():
+            if follower is not None and is_known and await self._is_stored(follower.state.registration):
                 return
             replaced = self._registry.workers_with(worker.worker_id, worker.dp_rank)
             for other in replaced:
@@ -296,12 +296,19 @@ class Fleet:
                 "registered", extra={"worker": worker, "events": registration.events, "source": registration.source}
             )
 
-    async def _may_have_changed(self) -> bool:
-        """Return whether the registry in Redis has changes that are not read here yet; False if Redis does not answer."""
+    async def _is_stored(self, registration: Registration) -> bool:
+        """Return whether Redis has the registration that is known here; True if Redis does not answer.
+
+        The version alone does not show that: a store that lost its last writes may have a change and not its version.
+        """
+        worker = registration.worker
         try:
-            return await self._store.registry.version() != self._version
-        except StoreError:
+            raw = await self._store.registry.stored(worker)
+            return raw is not None and registry.decode(worker, raw) == registration
+        except StoredValueError:
             return False
+        except StoreError:
+            return True
 
     def _take_version(self, version: int) -> None:
         """Note that the registry in Redis has `version` after a change that was also made here.

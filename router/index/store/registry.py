@@ -118,6 +118,12 @@ class Registry:
         )
         return int(version)
 
+    async def stored(self, worker: WorkerKey) -> bytes | None:
+        """Return the registration of one worker as it is stored, or None if there is none."""
+        key = keys.registry(worker.model)
+        raw: bytes | None = await self._transactions.reply(key, command("HGET", key, keys.registry_field(worker)))
+        return raw
+
     async def version(self) -> int:
         """Return the version of the registry, which rises with each change.
 
