@@ -106,9 +106,9 @@ def test_an_idle_source_reads_lends_and_is_woken_to_announce(source: Engine, rea
 
 def test_a_chunk_that_the_disk_cannot_read_is_a_miss_with_its_reason(source: Engine, reader: Engine) -> None:
     wish = reader.wish(source)
-    while source.disk.most_jobs == 0:
-        reader.step(wish, key(0), key(107))
-        source.disk.fails = True
+    # The source is queried, and then the disk fails.
+    assert reader.step(wish, key(0), key(107)) == [UNKNOWN, UNKNOWN]
+    source.disk.fails = True
     assert reader.fetch(wish, key(0), key(107)) == [NO, YES]
     assert misses(reader) == {PeerMiss.DISK: 1}
     assert source.lender.counts.disk_failed == 1
@@ -277,6 +277,28 @@ def test_a_chunk_that_a_waiting_request_needs_makes_no_room(world: World) -> Non
     source.tiers.end_step()
     answer = borrow(source, 1, key(1))
     assert isinstance(answer, Lent) and answer.slots == [lending.LENT_TOO_MUCH] and is_ready(source, key(101))
+
+
+def test_a_guest_that_a_waiting_request_needs_does_not_leave_for_another(source: Engine, reader: Engine) -> None:
+    # There is room for these four guests.
+    assert reader.fetch(reader.wish(source), *keys(0, 4)) == [YES] * 4
+    source.disk.hangs = True
+    wish = PromotionRequest()
+    assert [source.tiers.look_up(each, wish) for each in (key(0), key(100))] == [YES, SOON]
+    source.tiers.end_step()
+    assert borrow(source, 1, key(101)) is None
+    assert is_ready(source, key(0)) and not is_ready(source, key(1))
+
+
+def test_a_reset_ends_the_stay_of_all_guests(source: Engine, reader: Engine) -> None:
+    assert reader.fetch(reader.wish(source), *keys(0, 4)) == [YES] * 4
+    source.reset()
+    # Now these are chunks of the source's own requests.
+    for number in range(4):
+        source.store(key(number))
+    source.disk.records[key(9)] = bytes(CHUNK_BYTES)
+    assert borrow(source, 1, key(9)) is None
+    assert all(is_ready(source, each) for each in keys(0, 4))
 
 
 def test_the_keys_that_wait_are_bounded(source: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

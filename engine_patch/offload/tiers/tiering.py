@@ -210,14 +210,14 @@ class Tiering:
             disk: The disk tier, or None without one.
             announce: Whether the caller takes the changes; otherwise none are kept.
             peers: The peer tier, or None without one.
-            guests: The chunks that are read from disk to be lent, or None if only chunks in CPU memory are lent.
+            guests: The chunks that are read from disk to be lent, or None if the disk is not lent.
         """
         self.counts = Counts()
         self.lock = threading.Lock()
         self.peers = peers
         self._cpu = cpu
         self._disk = disk
-        self._guests = None if disk is None else guests
+        self._guests = guests
         self._announce = announce
         self._step = 0
         # The last bytes of the keys of each group of which a chunk was ever in CPU memory.
