@@ -171,7 +171,7 @@ class PrefillReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 class PullReply(msgspec.Struct, frozen=True, kw_only=True):
     """The blocks that the chosen worker is to fetch from another worker before it computes the prompt."""
 
-    worker_id: Annotated[str | int, Meta(description="the source: the worker whose CPU tier lends the blocks")]
+    worker_id: Annotated[str | int, Meta(description="the source: the worker that lends the blocks")]
     dp_rank: fields.DpRank
     tokens: Annotated[
         int, Meta(description="tokens that the chosen worker reuses if all blocks arrive, its own tiers included")

@@ -47,7 +47,7 @@ class HitLimit(msgspec.Struct, frozen=True):
 class PeerHit(msgspec.Struct, frozen=True):
     """The hit of a worker with the blocks that it may fetch from another worker."""
 
-    worker_id: Annotated[str | int, Meta(description="the source: the worker whose CPU tier lends the blocks")]
+    worker_id: Annotated[str | int, Meta(description="the source: the worker that lends the blocks")]
     dp_rank: fields.DpRank
     tokens: Annotated[
         int,

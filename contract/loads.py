@@ -38,7 +38,7 @@ class WorkerLoadReply(msgspec.Struct, frozen=True):
     decode_rate: Annotated[float | None, Meta(description="measured tokens/s; null until measured")]
     lent_tokens: Annotated[
         int | UnsetType,
-        Meta(description="tokens of its CPU tier that other workers fetch now; absent: its engine lends none"),
+        Meta(description="tokens of its tiers that other workers fetch now; absent: its engine lends none"),
     ] = UNSET
 
 

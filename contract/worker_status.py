@@ -59,7 +59,7 @@ class ReuseStatus(msgspec.Struct, frozen=True):
 
 
 class PeerStatus(msgspec.Struct, frozen=True):
-    """Where an engine lends the blocks of its CPU tier to other engines."""
+    """Where an engine lends blocks to other engines."""
 
     host: Annotated[str, Meta(description="the host")]
     port: Annotated[int, Meta(description="the port")]
@@ -154,7 +154,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     ] = None
     peer: Annotated[
         PeerStatus | UnsetType,
-        Meta(description="where its engine lends the blocks of its CPU tier to other engines; absent: it lends none"),
+        Meta(description="where its engine lends blocks to other engines; absent: it lends none"),
     ] = UNSET
 
 

@@ -13,6 +13,7 @@ PREFIX = "vllm:kvrouter_offload_"
 PEER_MISSES = {
     PeerMiss.ABSENT: "it does not hold",
     PeerMiss.EVICTED: "it evicted after it was queried for them",
+    PeerMiss.DISK: "it could not read from its disk",
     PeerMiss.DEADLINE: "did not arrive in time",
     PeerMiss.GONE: "could not come because no engine answers there, or it ended during the transfer",
     PeerMiss.STALLED: "were not tried because an earlier transfer from there is overdue",
@@ -20,7 +21,7 @@ PEER_MISSES = {
     PeerMiss.SEED: "it names differently, because its hash seed is another",
     PeerMiss.RESETS: "may be of other weights: one of the two engines was reset more often",
     PeerMiss.CHECKSUM: "arrived with other content, and were dropped",
-    PeerMiss.BUSY: "were not tried because it lends as much as it may, or too many sources are in use",
+    PeerMiss.BUSY: "were not tried because it lends as much as it may, has no slot for them, or too many sources are in use",
     PeerMiss.NO_ROOM: "found no room in CPU memory here",
     PeerMiss.FORBIDDEN: "may not be fetched from its address",
     PeerMiss.PROTOCOL: "did not come because its messages were not understood",
@@ -39,7 +40,7 @@ GAUGES = {
 }
 COUNTERS = {
     f"{PREFIX}stores_refused": "Calls to store chunks for which no slot in CPU memory could be freed.",
-    f"{PREFIX}promotions": "Chunks read from disk into CPU memory for a request.",
+    f"{PREFIX}promotions": "Chunks read from disk into CPU memory for a request, here or on another engine.",
     f"{PREFIX}promotions_refused": "Chunks on disk that a request wanted and for which no slot in CPU memory could be freed.",
     f"{PREFIX}promotions_failed": "Chunks that could not be read from disk, or were not what had been written.",
     f"{PREFIX}writes_skipped": "Chunks not written to disk because it did not keep up or is off.",
@@ -52,6 +53,9 @@ COUNTERS = {
     f"{PREFIX}handed_over": "Chunks fetched from another engine because it handed its cache over.",
     f"{PREFIX}peer_pulled": "Chunks fetched from another engine for a request.",
     f"{PREFIX}peer_lent": "Chunks lent to other engines.",
+    f"{PREFIX}peer_lent_from_disk": "Lent chunks that were read from disk for that.",
+    f"{PREFIX}peer_disk_failed": "Chunks that were not lent because they could not be read from disk.",
+    f"{PREFIX}peer_disk_late": "Chunks that were not lent because they were not read from disk in time.",
     f"{PREFIX}peer_expired_loans": "Loans that another engine did not end itself.",
     f"{PREFIX}peer_refused_readers": "Engines that were refused: their model, layout or seed differs, or their key is not listed.",
     f"{PREFIX}peer_bad_messages": "Messages of other engines that were not understood.",

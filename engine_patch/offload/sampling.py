@@ -57,6 +57,9 @@ class Sampling:
             lent = self._peering.counts
             counters |= {
                 "peer_lent": lent.lent,
+                "peer_lent_from_disk": lent.lent_from_disk,
+                "peer_disk_failed": lent.disk_failed,
+                "peer_disk_late": lent.disk_late,
                 "peer_expired_loans": lent.expired_loans,
                 "peer_refused_readers": lent.refused_readers,
                 "peer_bad_messages": lent.bad_messages,

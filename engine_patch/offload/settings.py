@@ -18,7 +18,7 @@ SHARED_MEMORY = "/dev/shm"
 DEFAULT_PEER_HOST = "127.0.0.1"
 # Chunks of 2,000 tokens of an 8 B model are 256 MB: 0.2 s at 10 Gbit/s.
 DEFAULT_PEER_TIMEOUT_S = 1.0
-PEER_OPTIONS = ("peer_host", "peer_timeout_s", "peer_key_file", "peer_list_file")
+PEER_OPTIONS = ("peer_host", "peer_timeout_s", "peer_lends_disk", "peer_key_file", "peer_list_file")
 
 # Keys that vLLM's own connector reads (0.33 offloading/config.py, offloading/scheduler.py, v1/kv_offload/base.py).
 OF_VLLM = frozenset(
@@ -52,6 +52,8 @@ class TierSettings(msgspec.Struct, frozen=True):
     peer_host: str = DEFAULT_PEER_HOST
     # How long a request waits for chunks of another engine, unless it names its own timeout.
     peer_timeout_s: float = DEFAULT_PEER_TIMEOUT_S
+    # Whether chunks that only the disk holds are lent, too.
+    peer_lends_disk: bool = False
     peer_key_file: str | None = None
     peer_list_file: str | None = None
 
@@ -81,9 +83,7 @@ def tier_settings(given: Mapping[str, Any]) -> TierSettings:
     if given.get("canonical_layout"):
         raise ValueError("canonical_layout is not supported by this offload tier: leave it out")
     folder = given.get("disk_path")
-    read_only = given.get("disk_read_only", False)
-    if not isinstance(read_only, bool):
-        raise ValueError(f"disk_read_only is {read_only!r}; it must be true or false")
+    read_only, lends_disk = _flag(given, "disk_read_only"), _flag(given, "peer_lends_disk")
     if folder is None:
         for name in ("disk_bytes_to_use", "disk_read_only"):
             if name in given:
@@ -96,6 +96,8 @@ def tier_settings(given: Mapping[str, Any]) -> TierSettings:
     for name in PEER_OPTIONS:
         if name in given and not has_peers:
             raise ValueError(f"{name} is set without peer_port: set a port, or leave both out")
+    if lends_disk and folder is None:
+        raise ValueError("peer_lends_disk is set without disk_path: name a folder, or leave both out")
     return TierSettings(
         cpu_bytes=_number(given, "cpu_bytes_to_use", None),
         policy=str(given.get("eviction_policy", DEFAULT_POLICY)),
@@ -107,9 +109,17 @@ def tier_settings(given: Mapping[str, Any]) -> TierSettings:
         peer_port=_number(given, "peer_port", None, MAX_PORT) if has_peers else None,
         peer_host=str(given.get("peer_host", DEFAULT_PEER_HOST)),
         peer_timeout_s=_seconds(given, "peer_timeout_s", DEFAULT_PEER_TIMEOUT_S, MIN_TIMEOUT_S, MAX_TIMEOUT_S),
+        peer_lends_disk=lends_disk,
         peer_key_file=_text(given, "peer_key_file"),
         peer_list_file=_text(given, "peer_list_file"),
     )
+
+
+def _flag(given: Mapping[str, Any], name: str) -> bool:
+    value = given.get(name, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; it must be true or false")
+    return value
 
 
 def _text(given: Mapping[str, Any], name: str) -> str | None:

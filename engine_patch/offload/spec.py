@@ -35,6 +35,7 @@ from kvrouter.engine_patch.offload.peer.peering import Peering, Slots
 from kvrouter.engine_patch.offload.sampling import Sampling
 from kvrouter.engine_patch.offload.settings import tier_settings
 from kvrouter.engine_patch.offload.tiers.cpu_tier import CpuTier
+from kvrouter.engine_patch.offload.tiers.guests import Guests
 from kvrouter.engine_patch.offload.tiers.peer_tier import PeerTier
 from kvrouter.engine_patch.offload.tiers.policy import make_policy
 from kvrouter.engine_patch.offload.tiers.tiering import Tiering
@@ -107,17 +108,22 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
             cpu = CpuTier(self._num_slots, make_policy(self._settings.policy, self._num_slots))
             disk = self._make_disk()
             peering = self._peering = self._make_peering()
-            peers = None
+            peers = guests = None
             if peering is not None:
                 peers = PeerTier(peering.client, self._settings.peer_timeout_s, time.monotonic)
-            tiering = Tiering(cpu, disk, announce=self.kv_events_config.enable_kv_cache_events, peers=peers)
+                if self._settings.peer_lends_disk:
+                    guests = Guests(cpu, peering.max_lent_chunks, self._chunk_bytes)
+            announce = self.kv_events_config.enable_kv_cache_events
+            tiering = Tiering(cpu, disk, announce=announce, peers=peers, guests=guests)
             shared = disk is not None and disk.shared
             if peering is not None:
                 peering.lend(tiering)
             sampling = Sampling(tiering, cpu, disk, peering)
 
             def peer_address() -> PeerAddress | None:
-                return None if peering is None else peering.address(tiering.num_resets, self._token_bytes())
+                if peering is None:
+                    return None
+                return peering.address(tiering.num_resets, self._token_bytes(), tiering.lends_disk)
 
             self._manager = HybridOffloadingManager(tiering, sampling, self._close, shared, self._facts(), peer_address)
             log.info(

@@ -148,7 +148,7 @@ class HashExample(msgspec.Struct, frozen=True):
 
 
 class PeerAddress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where an engine lends the chunks of its CPU tier to other engines."""
+    """Where an engine lends its chunks to other engines."""
 
     # A wildcard stands for the host at which the reader reaches the engine.
     host: str
@@ -164,6 +164,8 @@ class PeerAddress(msgspec.Struct, frozen=True, omit_defaults=True):
     # Names the machine, or the container if it has a network of its own: loopback addresses lead to the same engine only
     # within it. Empty if that is not known.
     machine: str = ""
+    # Whether it lends what only its disk holds, too, and not its CPU tier alone.
+    lends_disk: bool = False
 
 
 class DeclaredCatalog(msgspec.Struct, frozen=True, omit_defaults=True):

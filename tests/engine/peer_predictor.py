@@ -34,7 +34,7 @@ class Reuse(NamedTuple):
 
     local_tokens: int
     tokens: int
-    # The places and hashes in the source's CPU tier.
+    # The places and hashes in the tiers that the source lends.
     lendable: Set[tuple[str, int]]
 
 
@@ -51,13 +51,16 @@ class PeerPredictor:
             profile.declare(msgspec.convert(engine.do("declared"), DeclaredCatalog))
             self._mirror.begin_epoch(worker, EPOCH)
             places = engine.do("hashes")
-            self._lendable.append(
-                frozenset((place, key) for place, keys in places.items() if place.endswith(":CPU") for key in keys)
-            )
             for place, hashes in places.items():
-                group, medium = place.removeprefix("g").split(":")
-                self._mirror.add(worker, Place(int(group), medium), np.array(hashes, np.uint64))
+                group, medium, *owners = place.removeprefix("g").split(":")
+                self._mirror.add(worker, Place(int(group), medium, *owners), np.array(hashes, np.uint64))
             assert profile.declared_peer is not None
+            lent_media = ("CPU", "STORAGE")[: 1 + profile.declared_peer.lends_disk]
+            self._lendable.append(
+                frozenset(
+                    (place, key) for place, keys in places.items() if place.split(":")[1] in lent_media for key in keys
+                )
+            )
             peer = lending_address(profile.declared_peer, [engine.endpoint])
             scheme, catalog = profile.identity.scheme, profile.catalog
             view = WorkerView(worker, None, StreamState.LIVE, True, "", EPOCH, catalog, scheme, {}, peer=peer)

@@ -18,7 +18,16 @@ from kvrouter.router.base.common.ids import Place
 from kvrouter.router.index.matching.exchanges import MAX_SOURCES
 from kvrouter.router.model.kvcache.catalog import Catalog
 from tests.support.examples import examples
-from tests.support.lending import alone, cpu_only, lenders, random_catalog, random_residency, union
+from tests.support.lending import (
+    alone,
+    cpu_only,
+    disk_lenders,
+    lenders,
+    lent_of,
+    random_catalog,
+    random_residency,
+    union,
+)
 
 SAMPLE = 40
 
@@ -44,6 +53,22 @@ def test_a_pull_reuses_what_one_worker_with_both_cpu_tiers_would(seed: int) -> N
         both = alone(union(own, cpu_only(other)), catalog, num_tokens).tokens
         expected = [both] if reach > hit.tokens and both > hit.tokens else []
         assert [pull.tokens for pull in hit.pulls] == expected
+
+
+@settings(max_examples=examples(400))
+@given(seed=st.integers(0, 2**32))
+def test_a_pull_counts_the_disk_of_a_source_that_lends_it(seed: int) -> None:
+    draw = random.Random(seed)
+    catalog, workers, num_tokens = made_up(draw, 2)
+    lend_disk = [draw.random() < 0.7 for _ in workers]
+    hits = disk_lenders(workers, catalog, lend_disk).hits(num_tokens)
+    for number, (hit, own) in enumerate(zip(hits, workers, strict=True)):
+        lent = lent_of(workers[1 - number], lend_disk[1 - number])
+        reach = alone(lent, catalog, num_tokens).tokens
+        both = alone(union(own, lent), catalog, num_tokens).tokens
+        expected = [both] if reach > hit.tokens and both > hit.tokens else []
+        assert [pull.tokens for pull in hit.pulls] == expected
+        assert hit.by_tier == alone(own, catalog, num_tokens).by_tier
 
 
 @settings(max_examples=examples(150))
@@ -78,7 +103,7 @@ def sample() -> list[list[list[object]]]:
     fleets = []
     for seed in range(SAMPLE):
         catalog, workers, num_tokens = made_up(random.Random(seed), 6)
-        hits = lenders(workers, catalog).hits(num_tokens)
+        hits = disk_lenders(workers, catalog, [number % 2 == 1 for number in range(len(workers))]).hits(num_tokens)
         fleets.append([[pull.source.worker_id, pull.tokens] for hit in hits for pull in hit.pulls])
     return fleets
 

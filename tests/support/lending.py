@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 
+import msgspec
 import numpy as np
 
 from kvrouter.events.patch.messages import PeerAddress
@@ -81,6 +82,12 @@ def lenders(residencies: Sequence[Residency], catalog: Catalog) -> Fleet:
     return Fleet(residencies, [view_of(number, catalog) for number in range(len(residencies))])
 
 
+def disk_lenders(residencies: Sequence[Residency], catalog: Catalog, lend_disk: Sequence[bool]) -> Fleet:
+    """Return a fleet of which all workers lend each other chunks, some of them those on their disks, too."""
+    addresses = [msgspec.structs.replace(ADDRESS, lends_disk=lends_disk) for lends_disk in lend_disk]
+    return Fleet(residencies, [view_of(number, catalog, address) for number, address in enumerate(addresses)])
+
+
 def random_catalog(draw: random.Random) -> Catalog:
     """Return a catalog as engines with an OffloadingConnector have it: windows, states, large chunks, EAGLE."""
     layout = draw.choice(["full", "windows", "states", "mixed sizes", "chunked"])
@@ -140,7 +147,13 @@ def random_residency(draw: random.Random, catalog: Catalog, num_tokens: int) -> 
 
 def cpu_only(residency: Mapping[Place, set[int]]) -> dict[Place, set[int]]:
     """Return what the CPU tier of a worker holds."""
-    return {place: held for place, held in residency.items() if place.medium == CPU}
+    return lent_of(residency, False)
+
+
+def lent_of(residency: Mapping[Place, set[int]], lends_disk: bool) -> dict[Place, set[int]]:
+    """Return what the tiers hold that a worker lends."""
+    media = (CPU, STORAGE) if lends_disk else (CPU,)
+    return {place: held for place, held in residency.items() if place.medium in media}
 
 
 def union(first: Mapping[Place, set[int]], second: Mapping[Place, set[int]]) -> dict[Place, set[int]]:

@@ -7,10 +7,10 @@ import ctypes
 import hashlib
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from kvrouter.engine_patch.offload.peer.lender import Lender, PeerFacts
 from kvrouter.engine_patch.offload.peer.peer_link import Memory, Outcome, PeerLink, PullJob, Question
 from kvrouter.engine_patch.offload.peer.peer_source import PeerSource, SourceWish
 from kvrouter.engine_patch.offload.peer.peer_wire import (
+    Borrow,
+    Lent,
     ToReader,
     ToSource,
     Welcome,
@@ -29,6 +31,7 @@ from kvrouter.engine_patch.offload.peer.peer_wire import (
     read_by_source,
 )
 from kvrouter.engine_patch.offload.tiers.cpu_tier import ChunkState, CpuTier
+from kvrouter.engine_patch.offload.tiers.guests import Guests
 from kvrouter.engine_patch.offload.tiers.lru import LruPolicy
 from kvrouter.engine_patch.offload.tiers.peer_tier import PeerTier
 from kvrouter.engine_patch.offload.tiers.tiering import LookupAnswer, Medium, PromotionRequest, Tiering
@@ -108,10 +111,101 @@ class CopyPlane:
     def close(self) -> None: ...
 
 
+class DiskJob(NamedTuple):
+    """A read or write of a disk."""
+
+    kind: str
+    key: OffloadKey
+    slot: int
+    ok: bool = True
+
+
+class CopyDisk:
+    """A disk within the process, whose jobs end when they are polled, unless the test holds them."""
+
+    writable = True
+
+    def __init__(self, slot: Callable[[int], memoryview]) -> None:
+        self._slot = slot
+        self.records: dict[OffloadKey, bytes] = {}
+        self.jobs: list[DiskJob] = []
+        # The most jobs that were under way at once.
+        self.most_jobs = 0
+        self._changes: list[tuple[bool, OffloadKey]] = []
+        # Whether jobs stay under way, and whether those that end fail.
+        self.hangs = self.fails = False
+
+    @property
+    def pending(self) -> int:
+        return len(self.jobs)
+
+    def open(self) -> list[OffloadKey]:
+        return list(self.records)
+
+    def holds(self, key: OffloadKey) -> bool:
+        return key in self.records
+
+    def writing(self, key: OffloadKey) -> bool:
+        return any(job.kind == "write" and job.key == key for job in self.jobs)
+
+    def touch(self, keys: Iterable[OffloadKey]) -> None: ...
+
+    def write(self, key: OffloadKey, slot: int) -> bool:
+        return self._queue(DiskJob("write", key, slot))
+
+    def read(self, key: OffloadKey, slot: int) -> bool:
+        return self._queue(DiskJob("read", key, slot))
+
+    def _queue(self, job: DiskJob) -> bool:
+        self.jobs.append(job)
+        self.most_jobs = max(self.most_jobs, len(self.jobs))
+        return True
+
+    def poll(self) -> list[DiskJob]:
+        if self.hangs:
+            return []
+        jobs, self.jobs = self.jobs, []
+        return list(map(self._end, jobs))
+
+    def _end(self, job: DiskJob) -> DiskJob:
+        record = self.records.get(job.key)
+        ok = job.ok and not self.fails and (job.kind == "write" or record is not None)
+        if ok and job.kind == "write":
+            self.records[job.key] = bytes(self._slot(job.slot))
+            self._changes.append((True, job.key))
+        elif ok and record is not None:
+            self._slot(job.slot)[:] = record
+        elif job.ok and job.kind == "read" and record is not None:
+            del self.records[job.key]
+            self._changes.append((False, job.key))
+        return job._replace(ok=ok)
+
+    def take_changes(self) -> list[tuple[bool, OffloadKey]]:
+        changes, self._changes = self._changes, []
+        return changes
+
+    def clear(self) -> None:
+        self._changes += [(False, key) for key in self.records]
+        self.records.clear()
+        # What was under way belongs to the time before.
+        self.jobs = [job._replace(ok=False) for job in self.jobs]
+
+    def close(self) -> None: ...
+
+
 class Engine:
     """One engine: it stores what it computes, lends it, and fetches what it lacks."""
 
-    def __init__(self, world: World, name: str, num_slots: int, identity: bytes = IDENTITY, root: bytes = b"0") -> None:
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        num_slots: int,
+        identity: bytes = IDENTITY,
+        root: bytes = b"0",
+        has_disk: bool = False,
+        lends_disk: bool = False,
+    ) -> None:
         self.world, self.name = world, name
         self.source = PeerSource(name, 1)
         self.memory = np.zeros(num_slots * CHUNK_BYTES, np.uint8)
@@ -124,12 +218,16 @@ class Engine:
         self.plane = CopyPlane(name.encode())
         self.fetcher = InlineFetcher(self)
         self.peers = PeerTier(self.fetcher, TIMEOUT_S, world.clock)
-        self.tiers = Tiering(self.cpu, None, peers=self.peers)
+        self.disk = CopyDisk(self.slot)
+        max_lent = max(1, num_slots // 2)
+        guests = Guests(self.cpu, max_lent, CHUNK_BYTES) if lends_disk else None
+        self.tiers = Tiering(self.cpu, self.disk if has_disk else None, peers=self.peers, guests=guests)
         self.lender = Lender(
-            self.tiers, lambda: self.facts, Welcome(name.encode(), base, CHUNK_BYTES), checksum, max(1, num_slots // 2)
+            self.tiers, lambda: self.facts, Welcome(name.encode(), base, CHUNK_BYTES), checksum, max_lent
         )
         # Chunks that were announced and not withdrawn.
         self.announced: set[OffloadKey] = set()
+        self.announced_on_disk: set[OffloadKey] = set()
         # The last hand-over to this engine.
         self.warming: Warming | None = None
         # Whether its thread that lends stands still.
@@ -175,6 +273,10 @@ class Engine:
         self.read_changes()
         return answers
 
+    def reads_from_disk(self, key: OffloadKey) -> bool:
+        """Return whether a chunk is being read from this engine's disk, or may be."""
+        return self.disk.holds(key) or key in self.tiers._reads.values()
+
     def fetch(self, wish: PromotionRequest, *keys: OffloadKey, steps: int = 20) -> list[LookupAnswer]:
         """Step until every answer is final."""
         for _ in range(steps):
@@ -185,11 +287,13 @@ class Engine:
 
     def read_changes(self) -> None:
         """Check the announcements against the books and the memory."""
+        on_disk = self.announced_on_disk
         for change in self.tiers.take_changes():
-            assert change.medium is Medium.CPU
+            announced = self.announced if change.medium is Medium.CPU else on_disk
             for changed in change.keys:
-                assert (changed in self.announced) is change.removed
-                self.announced ^= {changed}
+                assert (changed in announced) is change.removed
+                announced ^= {changed}
+        assert on_disk == set(self.disk.records)
         assert self.announced == set(self.cpu.ready_keys())
         for ready in self.announced:
             held = bytes(self.slot(self.cpu.slot(ready)))
@@ -240,6 +344,8 @@ class World:
     def __init__(self) -> None:
         self.now_s = 100.0
         self.engines: dict[str, Engine] = {}
+        # The engines that borrow, by the names of their connections and the numbers of their loans.
+        self.borrowers: dict[tuple[bytes, int], Engine] = {}
         self.to_source: deque[tuple[Engine, PeerSource, bytes]] = deque()
         self.to_reader: deque[tuple[Engine, PeerSource, bytes]] = deque()
         # Changes the answers of sources, for answers that are wrong.
@@ -248,9 +354,9 @@ class World:
     def clock(self) -> float:
         return self.now_s
 
-    def engine(self, name: str, num_slots: int = 8, **facts: bytes) -> Engine:
+    def engine(self, name: str, num_slots: int = 8, **options: Any) -> Engine:
         """Return a new engine, in the place of an earlier one of that name."""
-        self.engines[name] = Engine(self, name, num_slots, **facts)
+        self.engines[name] = Engine(self, name, num_slots, **options)
         return self.engines[name]
 
     def turn(self, rng: random.Random | None = None) -> None:
@@ -260,6 +366,11 @@ class World:
                 if rng is None or rng.random() < 0.8:
                     self._deliver(queue)
         for engine in self.engines.values():
+            if not engine.stopped:
+                for name, answer in engine.lender.advance():
+                    assert isinstance(answer, Lent)
+                    reader = self.borrowers[name, answer.number]
+                    self.to_reader.append((reader, engine.source, encode(self.forge(answer))))
             engine.lender.expire(self.now_s)
             for link in list(engine.fetcher.links.values()):
                 link.tick(self.now_s)
@@ -281,7 +392,10 @@ class World:
             return
         message = read_by_source(frame)
         assert message is not None and not isinstance(message, HandOverRequest)
-        answer = lender.lender.answer(reader.name.encode(), message, self.now_s)
+        connection = reader.name.encode()
+        if isinstance(message, Borrow):
+            self.borrowers[connection, message.number] = reader
+        answer = lender.lender.answer(connection, message, self.now_s)
         if answer is not None:
             self.to_reader.append((reader, source, encode(self.forge(answer))))
 

@@ -42,6 +42,9 @@ def test_a_port_opens_the_peer_tier() -> None:
     )
     assert (given.peer_port, given.peer_host, given.peer_timeout_s) == (5710, "10.0.0.1", 2.0)
     assert (given.peer_key_file, given.peer_list_file) == ("/k", None)
+    assert not given.peer_lends_disk
+    disk = {"peer_port": 5710, "disk_path": "/d", "disk_read_only": True}
+    assert tier_settings(CPU | disk | {"peer_lends_disk": True}).peer_lends_disk
 
 
 @pytest.mark.parametrize(
@@ -59,6 +62,9 @@ def test_a_port_opens_the_peer_tier() -> None:
         ({"cpu_bytes_to_use": 0}, "must be at least 1"),
         (DISK | {"disk_bytes_to_use": 1, "disk_threads": 65}, "at least 1 and at most 64"),
         (CPU | {"peer_host": "10.0.0.1"}, "peer_host is set without peer_port"),
+        (DISK | {"disk_read_only": True, "peer_lends_disk": True}, "peer_lends_disk is set without peer_port"),
+        (CPU | {"peer_port": 1, "peer_lends_disk": True}, "peer_lends_disk is set without disk_path"),
+        (DISK | {"peer_port": 1, "peer_lends_disk": "yes"}, "it must be true or false"),
         (CPU | {"peer_port": 70_000}, "at least 1 and at most 65535"),
         (CPU | {"peer_port": 1, "peer_timeout_s": 0}, "peer_timeout_s is 0; .* from 0.05 to 60"),
         (CPU | {"peer_port": 1, "peer_timeout_s": True}, "a number of seconds"),

@@ -39,9 +39,10 @@ LOG = ThrottledLog(logging.getLogger("test"), time.monotonic)
 class Pair:
     """An engine that lends and one that reads, with the real threads and sockets of both."""
 
-    def __init__(self, stack: ExitStack, lending: PeerAccess, reading: PeerAccess) -> None:
+    def __init__(self, stack: ExitStack, lending: PeerAccess, reading: PeerAccess, lends_disk: bool = False) -> None:
         world = World()
-        self.lender, self.reader = Engine(world, "lender", 8), Engine(world, "reader", 8)
+        self.lender = Engine(world, "lender", 8, has_disk=lends_disk, lends_disk=lends_disk)
+        self.reader = Engine(world, "reader", 8)
         self.lender.store(key(1), key(2))
         self.source = PeerSource(HOST, free_port())
         welcome = Welcome(b"lender", self.lender.slots.base, CHUNK_BYTES)
@@ -101,6 +102,46 @@ def test_chunks_arrive_and_their_loan_ends(open_pair: Pair) -> None:
     assert sorted(outcomes) == sorted([Pulled(key(9), 4, PeerMiss.EVICTED), Pulled(key(1), 3, None)])  # type: ignore[type-var]
     assert bytes(pair.reader.slot(3)) == content(key(1), 0)
     wait_until(lambda: not pair.books.lent_chunks)
+
+
+@pytest.fixture
+def disk_pair(stack: ExitStack) -> Pair:
+    """Return a pair whose source has chunks 1 and 2 on disk alone."""
+    pair = Pair(stack, PeerAccess(HOST, None, None), PeerAccess(HOST, None, None), lends_disk=True)
+    for number in range(10, 18):
+        pair.lender.store(key(number))
+    return pair
+
+
+def test_chunks_on_the_disk_of_an_idle_source_arrive_and_others_are_served_meanwhile(disk_pair: Pair) -> None:
+    disk_pair.lender.disk.hangs = True
+    disk_pair.client.submit(disk_pair.source, PullJob(1, [key(1), key(2)], [3, 4], 0, in_s(WAIT_S)))
+    wait_until(lambda: disk_pair.books.is_waiting)
+    assert disk_pair.do(ProbeJob(2, [key(1), key(9)], 0, in_s(WAIT_S))) == [Probed(2, [True, False], None)]
+    assert disk_pair.do(PullJob(3, [key(17)], [5], 0, in_s(WAIT_S))) == [Pulled(key(17), 5, None)]
+    disk_pair.lender.disk.hangs = False
+    outcomes: list[Outcome] = []
+
+    def have_come() -> bool:
+        outcomes.extend(disk_pair.client.poll())
+        return len(outcomes) == 2
+
+    wait_until(have_come)
+    assert sorted(outcomes) == [Pulled(key(1), 3, None), Pulled(key(2), 4, None)]  # type: ignore[type-var]
+    assert bytes(disk_pair.reader.slot(3)) == content(key(1), 0)
+    wait_until(lambda: not disk_pair.books.lent_chunks)
+
+
+def test_a_source_whose_disk_hangs_frees_all_slots_after_the_deadline(disk_pair: Pair) -> None:
+    disk_pair.lender.disk.hangs = True
+    assert disk_pair.do(PullJob(1, [key(1), key(17)], [3, 4], 0, in_s(0.2)), 2) == [
+        Pulled(key(1), 3, PeerMiss.DEADLINE),
+        Pulled(key(17), 4, PeerMiss.DEADLINE),
+    ]
+    wait_until(lambda: not disk_pair.books.is_waiting)
+    assert disk_pair.books.counts.disk_late == 1 and disk_pair.lender.cpu.usage.pinned == 0
+    # The source is not given up for it.
+    assert disk_pair.do(ProbeJob(2, [key(17)], 0, in_s(WAIT_S))) == [Probed(2, [True], None)]
 
 
 def test_an_address_where_no_engine_listens_costs_the_deadline(open_pair: Pair) -> None:
@@ -250,8 +291,8 @@ def closed_pair(stack: ExitStack, keys: PeerKeys, monkeypatch: pytest.MonkeyPatc
     (lender_file, lender_key), (reader_file, reader_key) = keys.make("lender"), keys.make("reader")
     keys.admit(lender_key, f"{HOST}:{port}")
     keys.admit(reader_key, f"{HOST}:1")
-    access = [PeerAccess(HOST, file, str(keys.list_file)) for file in (lender_file, reader_file)]
-    return Pair(stack, *access)
+    lending, reading = (PeerAccess(HOST, file, str(keys.list_file)) for file in (lender_file, reader_file))
+    return Pair(stack, lending, reading)
 
 
 def test_listed_engines_read_with_their_keys(closed_pair: Pair) -> None:

@@ -18,7 +18,7 @@ from kvrouter.router.model.kvcache.catalog import Catalog, Group, build_catalog
 from kvrouter.router.model.kvcache.offload_connectors import DISK_OWNER, OFFLOADING, SIMPLE_CPU
 from kvrouter.router.model.workers.registration import CatalogSpec
 from kvrouter.router.model.workers.stream_state import StreamState
-from tests.support.lending import ADDRESS, Fleet, Residency, key_of, lenders, view_of
+from tests.support.lending import ADDRESS, Fleet, Residency, disk_lenders, key_of, lenders, view_of
 
 FULL, WINDOW = Group(0, "full_attention", 16), Group(1, "sliding_window", 16, 64)
 NUM_TOKENS = 200
@@ -51,6 +51,15 @@ def test_a_worker_that_holds_nothing_reuses_what_its_source_lends() -> None:
 def test_the_gpu_and_the_disk_of_a_source_are_not_lent() -> None:
     rich = {Place(0, GPU): range(12), Place(0, STORAGE, DISK_OWNER): range(12), Place(0, CPU): range(5)}
     assert pulls_of(lenders([rich, LACKS], CATALOG).hits(NUM_TOKENS)) == [[], [("w0", 80)]]
+
+
+def test_the_disk_counts_for_the_source_alone_that_lends_it() -> None:
+    rich = {Place(0, CPU): range(5), Place(0, STORAGE, DISK_OWNER): range(5, 12)}
+    for lend_disk in ([True, False, False], [False, True, False]):
+        hits = disk_lenders([rich, rich, LACKS], CATALOG, lend_disk).hits(NUM_TOKENS)
+        lending = f"w{lend_disk.index(True)}"
+        assert pulls_of(hits)[2][0] == (lending, 192) and pulls_of(hits)[2][1][1] == 80
+        assert [hit.by_tier for hit in hits] == [(0, 80, 192), (0, 80, 192), (0, 0, 0)]
 
 
 def test_a_window_that_the_source_lacks_may_be_the_workers_own() -> None:

@@ -14,6 +14,7 @@ class PeerMiss(enum.Enum):
 
     ABSENT = "absent"
     EVICTED = "evicted"
+    DISK = "disk"
     DEADLINE = "deadline"
     GONE = "gone"
     STALLED = "stalled"

@@ -87,7 +87,7 @@ class Peering:
             self._plane, memory, facts, self._access, time.monotonic, ThrottledLog(log, time.monotonic)
         )
         self._welcome = Welcome(self._plane.metadata, slots.address, slots.slot_bytes)
-        self._max_lent_chunks = max(1, slots.num_slots // LENT_SHARE)
+        self.max_lent_chunks = max(1, slots.num_slots // LENT_SHARE)
         self._server: PeerServer | None = None
         self.counts = LenderCounts()
 
@@ -95,7 +95,7 @@ class Peering:
         """Start the thread that lends the chunks of these tiers. Raise ValueError if the address is taken."""
         log = ThrottledLog(self._log, time.monotonic)
         warmer = Warmer(tiers, self._slots.chunk_bytes, self._slots.num_slots, time.monotonic, log)
-        lender = Lender(tiers, self._facts, self._welcome, self._checksum, self._max_lent_chunks)
+        lender = Lender(tiers, self._facts, self._welcome, self._checksum, self.max_lent_chunks)
         self.counts = lender.counts
         try:
             self._server = PeerServer(self._host, self._port, self._access, lender, warmer, time.monotonic, log)
@@ -104,19 +104,20 @@ class Peering:
                 f"chunks cannot be lent at {self._host}:{self._port} ({error}): set peer_port to a free port"
             ) from error
 
-    def address(self, num_resets: int, token_bytes: int) -> PeerAddress | None:
+    def address(self, num_resets: int, token_bytes: int, lends_disk: bool = False) -> PeerAddress | None:
         """Return where chunks are lent, or None while this engine has not chosen its first parent hash.
 
         Args:
             num_resets: The number of resets of the tiers.
             token_bytes: Bytes of KV cache for one token, of all groups and ranks.
+            lends_disk: Whether chunks that only the disk holds are lent, too.
         """
         facts = self._facts()
         if self._server is None or not facts.hash_root:
             return None
         host = ANY_HOST if is_wildcard(self._host) else self._host
         key = self._access.public_key
-        return PeerAddress(host, self._port, exchange(facts), num_resets, token_bytes, key, machine())
+        return PeerAddress(host, self._port, exchange(facts), num_resets, token_bytes, key, machine(), lends_disk)
 
     def stop_lending(self) -> None:
         """End the thread that lends, and all loans."""

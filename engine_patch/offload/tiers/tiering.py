@@ -21,8 +21,9 @@ from itertools import compress
 from typing import NamedTuple, Protocol
 
 from kvrouter.engine_patch.offload.key import GROUP_BYTES, OffloadKey, short_hash
-from kvrouter.engine_patch.offload.peer.lender import LENT_TOO_MUCH, NO_SLOT, OTHER_WEIGHTS
+from kvrouter.engine_patch.offload.peer.lender import LENT_TOO_MUCH, NO_SLOT, ON_DISK, OTHER_WEIGHTS
 from kvrouter.engine_patch.offload.tiers.cpu_tier import ChunkState, CpuTier
+from kvrouter.engine_patch.offload.tiers.guests import Guests
 from kvrouter.engine_patch.offload.tiers.lineage import Lineage, Trail
 from kvrouter.engine_patch.offload.tiers.peer_tier import PeerTier
 from kvrouter.engine_patch.offload.tiers.peer_wish import PeerWish
@@ -194,7 +195,14 @@ class Tiering:
     takes it in `manager.py`.
     """
 
-    def __init__(self, cpu: CpuTier, disk: Disk | None, announce: bool = True, peers: PeerTier | None = None) -> None:
+    def __init__(
+        self,
+        cpu: CpuTier,
+        disk: Disk | None,
+        announce: bool = True,
+        peers: PeerTier | None = None,
+        guests: Guests | None = None,
+    ) -> None:
         """Open the disk.
 
         Args:
@@ -202,12 +210,14 @@ class Tiering:
             disk: The disk tier, or None without one.
             announce: Whether the caller takes the changes; otherwise none are kept.
             peers: The peer tier, or None without one.
+            guests: The chunks that are read from disk to be lent, or None if the disk is not lent.
         """
         self.counts = Counts()
         self.lock = threading.Lock()
         self.peers = peers
         self._cpu = cpu
         self._disk = disk
+        self._guests = guests
         self._announce = announce
         self._step = 0
         # The last bytes of the keys of each group of which a chunk was ever in CPU memory.
@@ -401,6 +411,8 @@ class Tiering:
             self.peers.clear()
         if self.lineage is not None:
             self.lineage.clear()
+        if self._guests is not None:
+            self._guests.clear()
         if self._warming is not None:
             self._warming.reset()
         self._say(Medium.CPU, True, self._cpu.clear(self._outdated))
@@ -431,15 +443,20 @@ class Tiering:
         """The number of resets of the tiers."""
         return self.counts.resets
 
+    @property
+    def lends_disk(self) -> bool:
+        """Whether chunks that only the disk holds are lent, too."""
+        return self._guests is not None
+
     def readable(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Return for each chunk whether it is ready in CPU memory, and count that as a use of the chunk.
+        """Return for each chunk whether it can be lent, and count that as a use of the chunk.
 
         The reader borrows some of them in its next step; the oldest would be evicted until then where memory is short.
         """
         with self.lock:
-            ready = [self._cpu.state(key) is ChunkState.READY for key in keys]
-            self._touch(list(compress(keys, ready)))
-            return ready
+            lendable = list(map(self._is_lendable, keys))
+            self._touch(list(compress(keys, lendable)))
+            return lendable
 
     def by_worth(self) -> tuple[list[OffloadKey], dict[int, int]]:
         """Return all chunks that are ready in CPU memory, the most valuable first, and the known blocks before blocks."""
@@ -447,21 +464,35 @@ class Tiering:
             return self._cpu.by_worth(), {} if self.lineage is None else self.lineage.copy()
 
     def lend(self, keys: Sequence[OffloadKey], num_resets: int, most: int, is_use: bool = True) -> list[int]:
-        """Pin the first `most` chunks that are ready in CPU memory, and return the slot of each.
+        """Pin the first `most` chunks that can be lent, and return the slot of each, or ON_DISK for one that has none yet.
 
-        The others have NO_SLOT if they are not ready, else LENT_TOO_MUCH. If the tiers were not reset exactly `num_resets`
+        The others have NO_SLOT if they cannot be lent, else LENT_TOO_MUCH. If the tiers were not reset exactly `num_resets`
         times, nothing is lent, and each is OTHER_WEIGHTS. `is_use` says whether the chunks count as used.
         """
         with self.lock:
             if num_resets != self.counts.resets:
                 return [OTHER_WEIGHTS] * len(keys)
-            ready = [key for key in keys if self._cpu.state(key) is ChunkState.READY]
-            lent, refused = ready[:most], set(ready[most:])
+            lendable = list(filter(self._is_lendable, keys))
+            chosen, refused = lendable[:most], set(lendable[most:])
+            lent = [key for key in chosen if self._cpu.state(key) is ChunkState.READY]
             if is_use:
                 self._touch(lent)
             self._cpu.pin(lent)
-            slots = {key: self._cpu.slot(key) for key in lent}
+            slots = dict.fromkeys(chosen, ON_DISK) | {key: self._cpu.slot(key) for key in lent}
             return [slots.get(key, LENT_TOO_MUCH if key in refused else NO_SLOT) for key in keys]
+
+    def read_to_lend(self, keys: Sequence[OffloadKey], num_resets: int) -> set[OffloadKey]:
+        """Begin to read chunks that only the disk holds, as far as readers may use it; return those without a slot."""
+        with self.lock:
+            had_changes = bool(self._changes)
+            # An engine that is idle collects nothing itself.
+            self._collect()
+            may_read = num_resets == self.counts.resets and not self._in_step and not self._held
+            without_slot = self._read_guests(keys) if may_read else set()
+            has_news = bool(self._changes) and not had_changes
+        if has_news:
+            self.wake()
+        return without_slot
 
     def checksums(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, int]:
         """Return the checksums of those chunks that were lent before, and are the same since."""
@@ -479,6 +510,31 @@ class Tiering:
         with self.lock:
             if num_resets == self.counts.resets:
                 self._cpu.unpin(keys)
+
+    def _is_lendable(self, key: OffloadKey) -> bool:
+        if self._cpu.state(key) is ChunkState.READY:
+            return True
+        return self._guests is not None and (self._on_disk(key) or self._guests.is_coming(key))
+
+    def _read_guests(self, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
+        absent = (key for key in dict.fromkeys(keys) if self._cpu.state(key) is ChunkState.ABSENT)
+        missing = list(filter(self._on_disk, absent))
+        guests = self._guests
+        if guests is None or not missing or not guests.may_read():
+            return set()
+        protected = self._protected()
+        for i, key in enumerate(missing):
+            if not guests.may_read():
+                break
+            left = guests.make_room(protected)
+            self._evicted(left or [])
+            slots = None if left is None else self._allocate([key], protected)
+            if slots is None:
+                return set(missing[i:])
+            if not self._begin_read(key, slots[0]):
+                break
+            guests.admit(key)
+        return set()
 
     # A hand-over from another engine, for the thread that receives it; each call takes the lock
 
@@ -620,10 +676,22 @@ class Tiering:
         if allocation is None:
             return None
         self._groups.update(key[-GROUP_BYTES:] for key in keys)
-        self._say(Medium.CPU, True, allocation.evicted)
-        if self.lineage is not None:
-            self.lineage.drop(allocation.evicted)
+        self._evicted(allocation.evicted)
         return allocation.slots
+
+    def _evicted(self, keys: Sequence[OffloadKey]) -> None:
+        self._say(Medium.CPU, True, keys)
+        if self.lineage is not None:
+            self.lineage.drop(keys)
+
+    def _begin_read(self, key: OffloadKey, slot: int) -> bool:
+        """Queue the read of a chunk, or free its slot if the disk's queue is full."""
+        assert self._disk is not None
+        if not self._disk.read(key, slot):
+            self._cpu.abandon(key)
+            return False
+        self._reads[slot] = key
+        return True
 
     def _write_behind(self, key: OffloadKey) -> None:
         if self._disk is None or not self._disk.writable or self._disk.holds(key) or self._disk.writing(key):
@@ -655,12 +723,9 @@ class Tiering:
                 pulled.append(key)
                 slots += allocated
                 continue
-            assert self._disk is not None
-            if not self._disk.read(key, allocated[0]):
-                # The disk's queue is full; the chunk is requested again in the next step.
-                self._cpu.abandon(key)
+            if not self._begin_read(key, allocated[0]):
+                # The chunk is requested again in the next step.
                 break
-            self._reads[allocated[0]] = key
             wish.promoted.add(key)
         if pulled:
             assert self.peers is not None and wish.peer is not None

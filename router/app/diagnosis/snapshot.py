@@ -84,7 +84,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     doubt: Doubt | None = None
     # The KV cache as the engine describes it.
     cache: EngineCache = EngineCache()
-    # Where its engine lends the blocks of its CPU tier; None if it lends none.
+    # Where its engine lends blocks; None if it lends none.
     peer: PeerAddress | None = None
     # The event endpoints that its engine names.
     published: Sequence[Stream] = ()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sets of workers whose engines lend chunks of their CPU tiers to each other. Pure."""
+"""The sets of workers whose engines lend chunks to each other. Pure."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from kvrouter.router.model.kvcache.rule_tables cimport RuleTables
 from kvrouter.router.index.matching.mirror_table cimport MirrorTable
 
 cdef int64_t FOUND_GPU, FOUND_CPU, FOUND_DISK, FOUND_LIMITER, FOUND_FULL, FOUND_COLUMNS
-cdef int64_t GEO_EXT_START, GEO_SPEC_END, GEO_SPEC_START, RULE_FULL, SPEC_RULE
+cdef int64_t GEO_EXT_START, GEO_LENT, GEO_SPEC_END, GEO_SPEC_START, RULE_FULL, SPEC_RULE
 cdef int64_t MAX_SOURCES, PULL_COLUMNS, PULL_SOURCE, PULL_TOKENS, PULL_WORKER
 
 
@@ -35,7 +35,7 @@ cdef class Judge:
     )
     cpdef object pulls(self, object hits, int64_t num_tokens, int64_t turn)
 
-    @cython.locals(count=int64_t, i=int64_t, w=int64_t, reach=int64_t, at=int64_t)
+    @cython.locals(count=int64_t, i=int64_t, w=int64_t, lent=int64_t, reach=int64_t, at=int64_t)
     cdef int64_t choose_sources(
         self, int64_t[:, ::1] found, int64_t first, int64_t last, int64_t num_tokens, int64_t turn
     ) noexcept

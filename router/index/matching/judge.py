@@ -21,6 +21,7 @@ from kvrouter.router.model.kvcache.hit_tables import (
     FOUND_GPU,
     FOUND_LIMITER,
     GEO_EXT_START,
+    GEO_LENT,
     GEO_SPEC_END,
     GEO_SPEC_START,
     PULL_COLUMNS,
@@ -102,7 +103,7 @@ class Judge:
         """Return the sources from which workers may fetch blocks of the last question, int64, shape (pulls, PULL_COLUMNS).
 
         Pulls are in the order of the workers in `exchanges`, those of one worker with the most tokens first. The sources
-        of a set are the MAX_SOURCES workers whose CPU tiers alone hold the longest prefixes. A source is compared with a
+        of a set are the MAX_SOURCES workers that hold the longest prefixes in the tiers that they lend. A source is compared with a
         worker only if its prefix is longer than the worker's hit, and only pulls that exceed the hit are returned.
 
         Args:
@@ -150,10 +151,11 @@ class Judge:
         count = 0
         for i in range(last - first):
             w = self.members[first + (turn + i) % (last - first)]
-            reach = found[w, FOUND_CPU]
+            lent = self.tables.geos[w, GEO_LENT]
+            reach = found[w, lent]
             if found[w, FOUND_GPU] != 0:
                 # That hit counts blocks on the GPU, which are not lent.
-                reach = tier_hit(self.tables, self.bases[w], w, num_tokens, 0, False)
+                reach = tier_hit(self.tables, self.bases[w], w, num_tokens, 0, lent >= FOUND_DISK)
             if reach == 0 or (count == MAX_SOURCES and reach <= self.reaches[count - 1]):
                 continue
             at = count if count < MAX_SOURCES else count - 1
@@ -174,7 +176,7 @@ class Judge:
         return bits == 0
 
     def hit_with(self, w: int, source: int, gpu: int, num_tokens: int) -> int:
-        """Return the hit of worker `w` with all its tiers and the CPU tier of worker `source`."""
+        """Return the hit of worker `w` with all its tiers and those that worker `source` lends."""
         self.tables.lender_row = self.bases[source]
         self.tables.lender_shift = self.tables.geos[source, GEO_EXT_START] - self.tables.geos[w, GEO_EXT_START]
         hit = tier_hit(self.tables, self.bases[w], w, num_tokens, gpu, True)

@@ -95,7 +95,7 @@ class HashPlan(msgspec.Struct, frozen=True, eq=False):
         withheld: list[str] = []
         # The first worker with each combination of catalog and places, because the replicas of a model differ in few
         # things.
-        alike: dict[tuple[Catalog, tuple[tuple[Place, int], ...], bool], int] = {}
+        alike: dict[tuple[Catalog, tuple[tuple[Place, int], ...], bool, bool], int] = {}
         firsts: list[int] = []
         row = 0
         for i, view in enumerate(views):
@@ -103,10 +103,11 @@ class HashPlan(msgspec.Struct, frozen=True, eq=False):
             if worker_slots is None:
                 raise ValueError(f"{view.worker} is not in the mirror")
             borrows = i in borrowers
-            first = alike.setdefault((view.catalog, tuple(worker_slots.places.items()), borrows), i)
+            lends_disk = view.peer is not None and view.peer.lends_disk
+            first = alike.setdefault((view.catalog, tuple(worker_slots.places.items()), borrows, lends_disk), i)
             firsts.append(first)
             if first == i:
-                builder.add(view.catalog, worker_slots.places, borrows=borrows)
+                builder.add(view.catalog, worker_slots.places, borrows=borrows, lends_disk=lends_disk)
                 spec_groups.append(view.catalog.spec_groups())
                 withheld.append(view.catalog.offload.withheld(worker_slots.places))
             else:

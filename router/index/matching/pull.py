@@ -11,7 +11,7 @@ from kvrouter.router.base.common.ids import WorkerKey
 class Pull(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One source of blocks that a worker lacks, and the worker's hit with them."""
 
-    # The worker whose CPU tier lends the blocks.
+    # The worker that lends the blocks.
     source: WorkerKey
     # The tokens that the worker would reuse, its own tiers included; more than its hit without the source.
     tokens: int

@@ -45,8 +45,10 @@ RULE_MAMBA = GroupRule.MAMBA.value
     GEO_UNCACHED,
     GEO_JOINT_START,
     GEO_JOINT_END,
+    # The column of the hits with all tiers that the worker lends.
+    GEO_LENT,
     GEO_COLUMNS,
-) = range(22)
+) = range(23)
 
 # Columns of `RuleTables.specs`: one row for each spec group on each medium.
 SPEC_RULE, SPEC_BLOCK, SPEC_WINDOW, SPEC_CHUNK, SPEC_EAGLE, SPEC_MEMBER_START, SPEC_MEMBER_END, SPEC_COLUMNS = range(8)
@@ -72,8 +74,10 @@ PULL_WORKER, PULL_SOURCE, PULL_TOKENS, PULL_COLUMNS = range(4)
     EXT_CPU_MASK,
     EXT_STORAGE_BANK,
     EXT_STORAGE_MASK,
+    # The mask of the disk tier if the worker lends from it, else 0; its CPU tier is always lent.
+    EXT_LENT_STORAGE_MASK,
     EXT_COLUMNS,
-) = range(10)
+) = range(11)
 
 # Bits of one residency record. The place with number `index` is bit `index % BANK_BITS` of bank `index // BANK_BITS`.
 BANK_BITS = 16
@@ -129,7 +133,9 @@ class GeometryBuilder:
         self._members: list[list[int]] = []
         self._exts: list[list[int]] = []
 
-    def add(self, catalog: Catalog, places: dict[Place, int], *, borrows: bool = False) -> int:
+    def add(
+        self, catalog: Catalog, places: dict[Place, int], *, borrows: bool = False, lends_disk: bool = False
+    ) -> int:
         """Add a worker and return the index of its row in `geos`.
 
         Args:
@@ -137,6 +143,7 @@ class GeometryBuilder:
             places: The worker's places and the number of the bit of each.
             borrows: Whether chunks of another worker may count for it, so that it is looked up in chunks even if it has
                 stored none yet.
+            lends_disk: Whether the worker lends chunks that only its disk holds, too.
         """
         if catalog.problem is not None:
             raise ValueError(f"no geometry for an incomplete catalog: {catalog.problem}")
@@ -145,6 +152,7 @@ class GeometryBuilder:
         geo[GEO_ALIGN] = catalog.align
         geo[GEO_SCHEDULER_BLOCK] = catalog.scheduler_block_size
         geo[GEO_UNCACHED] = 1 + catalog.lookahead_tokens
+        geo[GEO_LENT] = FOUND_DISK if lends_disk else FOUND_CPU
         spec_groups = catalog.spec_groups()
         geo[GEO_UNITARY] = int(len(catalog.groups) == 1)
         geo[GEO_SIMPLE] = int(len(spec_groups) == 2 and spec_groups[0].rule is GroupRule.FULL)
@@ -224,6 +232,7 @@ class GeometryBuilder:
                 cpu.mask,
                 storage.bank,
                 storage.mask,
+                storage.mask if geo[GEO_LENT] == FOUND_DISK else 0,
             ]
             (full if window_chunks is None else sparse).append(ext)
             if group.rule is GroupRule.MAMBA:

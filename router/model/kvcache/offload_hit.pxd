@@ -5,7 +5,7 @@ from libc.stdint cimport int64_t, uint16_t, uint64_t
 from kvrouter.router.model.kvcache.gpu_hit cimport coordinator_hit, resident
 from kvrouter.router.model.kvcache.rule_tables cimport RuleTables
 
-cdef int64_t EXT_CHUNK, EXT_CPU_BANK, EXT_CPU_MASK, EXT_EAGLE, EXT_SPARSE, EXT_STORAGE_BANK, EXT_STORAGE_MASK
+cdef int64_t EXT_CHUNK, EXT_CPU_BANK, EXT_CPU_MASK, EXT_EAGLE, EXT_LENT_STORAGE_MASK, EXT_SPARSE, EXT_STORAGE_BANK, EXT_STORAGE_MASK
 cdef int64_t EXT_WINDOW, EXT_WINDOW_CHUNKS
 cdef int64_t GEO_CPU_END, GEO_CPU_START, GEO_EXT_END, GEO_EXT_MAMBA_ALIGN, GEO_EXT_SPARSE, GEO_EXT_START
 cdef int64_t GEO_EXT_TAIL_BLOCK, GEO_EXT_UNPROVEN, GEO_HASH_BLOCK, GEO_SCHEDULER_BLOCK, GEO_STORAGE_END
@@ -15,12 +15,12 @@ cdef int64_t SPEC_BLOCK, SPEC_MEMBER_END, SPEC_MEMBER_START, SPEC_WINDOW
 cdef uint64_t _FLAG
 cdef int64_t _STRETCH
 
-@cython.locals(y=int64_t)
+@cython.locals(lender=int64_t, y=int64_t)
 cdef bint offloaded(RuleTables tables, int64_t row, int64_t index, int64_t x, bint storage) noexcept nogil
 
 @cython.locals(
     cpu=int64_t, cpu_mask=uint16_t, disk=int64_t, disk_mask=uint16_t, lent=int64_t, lent_mask=uint16_t, y=int64_t,
-    missing=uint16_t, i=int64_t, held=uint16_t,
+    lent_disk=int64_t, lent_disk_mask=uint16_t, missing=uint16_t, i=int64_t, held=uint16_t,
 )
 cdef bint all_offloaded(
     RuleTables tables, int64_t row, int64_t x, bint storage, int64_t first, int64_t last

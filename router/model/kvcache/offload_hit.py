@@ -6,8 +6,8 @@ window, the longest window first. A SimpleCPUOffloadConnector keeps a block pool
 coordinator judges the part of the prompt after the local hit by it. The tables of `hit_tables.py` show which rule holds
 for a worker: the range of that rule is not empty. If no rule is known for a worker's connector, all ranges are empty.
 
-A chunk that a worker lacks may also come from the CPU tier of another worker, its lender (`RuleTables.lender_row`). vLLM's
-look-up goes from chunk to chunk through the worker's own CPU tier, its disk and then the lender, so all three count alike.
+A chunk that a worker lacks may also come from the tiers that another worker, its lender, lends (`RuleTables.lender_row`).
+vLLM's look-up goes from chunk to chunk through the worker's own CPU tier, its disk and then the lender, so all count alike.
 
 The functions share most parameters with those of `gpu_hit.py`. Besides, `x` is the index of a group in `tables.exts`,
 `storage` is whether the disk tier counts too, and `scale` is the number of hashes per chunk. All lengths are in tokens
@@ -25,6 +25,7 @@ from kvrouter.router.model.kvcache.hit_tables import (
     EXT_CPU_BANK,
     EXT_CPU_MASK,
     EXT_EAGLE,
+    EXT_LENT_STORAGE_MASK,
     EXT_SPARSE,
     EXT_STORAGE_BANK,
     EXT_STORAGE_MASK,
@@ -73,7 +74,7 @@ _FLAG = 1
 def offloaded(tables: RuleTables, row: int, index: int, x: int, storage: bool) -> bool:
     """Return whether the chunk that ends at hash `index` can be loaded from the CPU tier, or from disk with `storage`.
 
-    A chunk that the CPU tier of the worker at `tables.lender_row` holds counts too, if there is such a worker.
+    A chunk that the worker at `tables.lender_row` holds and lends counts too, if there is such a worker.
     """
     if index < 0 or index >= tables.rows.shape[1]:
         return False
@@ -81,28 +82,36 @@ def offloaded(tables: RuleTables, row: int, index: int, x: int, storage: bool) -
         return True
     if storage and tables.rows[row + tables.exts[x, EXT_STORAGE_BANK], index] & tables.exts[x, EXT_STORAGE_MASK] != 0:
         return True
-    y = x + tables.lender_shift
-    return (
-        tables.lender_row >= 0
-        and tables.rows[tables.lender_row + tables.exts[y, EXT_CPU_BANK], index] & tables.exts[y, EXT_CPU_MASK] != 0
+    lender, y = tables.lender_row, x + tables.lender_shift
+    return lender >= 0 and (
+        tables.rows[lender + tables.exts[y, EXT_CPU_BANK], index] & tables.exts[y, EXT_CPU_MASK] != 0
+        or tables.rows[lender + tables.exts[y, EXT_STORAGE_BANK], index] & tables.exts[y, EXT_LENT_STORAGE_MASK] != 0
     )
 
 
 def all_offloaded(tables: RuleTables, row: int, x: int, storage: bool, first: int, last: int) -> bool:
     """Return whether `offloaded` holds for each hash from `first` to `last - 1`; the rows must have all of them.
 
-    The loop has no branches, so that the compiler vectorizes it.
+    The loops have no branches, so that the compiler vectorizes them.
     """
     cpu, cpu_mask = row + tables.exts[x, EXT_CPU_BANK], tables.exts[x, EXT_CPU_MASK]
     disk, disk_mask = row + tables.exts[x, EXT_STORAGE_BANK], tables.exts[x, EXT_STORAGE_MASK] if storage else 0
-    lent, lent_mask = cpu, cpu_mask
-    if tables.lender_row >= 0:
-        y = x + tables.lender_shift
-        lent, lent_mask = tables.lender_row + tables.exts[y, EXT_CPU_BANK], tables.exts[y, EXT_CPU_MASK]
     missing = 0
+    if tables.lender_row < 0:
+        for i in range(first, last):
+            held = (tables.rows[cpu, i] & cpu_mask) | (tables.rows[disk, i] & disk_mask)
+            missing |= held == 0
+        return missing == 0
+    y = x + tables.lender_shift
+    lent, lent_mask = tables.lender_row + tables.exts[y, EXT_CPU_BANK], tables.exts[y, EXT_CPU_MASK]
+    lent_disk = tables.lender_row + tables.exts[y, EXT_STORAGE_BANK]
+    lent_disk_mask = tables.exts[y, EXT_LENT_STORAGE_MASK]
     for i in range(first, last):
         held = (
-            (tables.rows[cpu, i] & cpu_mask) | (tables.rows[disk, i] & disk_mask) | (tables.rows[lent, i] & lent_mask)
+            (tables.rows[cpu, i] & cpu_mask)
+            | (tables.rows[disk, i] & disk_mask)
+            | (tables.rows[lent, i] & lent_mask)
+            | (tables.rows[lent_disk, i] & lent_disk_mask)
         )
         missing |= held == 0
     return missing == 0

@@ -29,7 +29,7 @@ class RuleTables:
         self.exts = exts
         # The place bits of every hash, uint16, shape (rows of all workers, hashes); set for each question.
         self.rows = np.zeros((0, 0), np.uint16)
-        # The first row of the worker whose CPU tier lends chunks to the judged one, -1 if none does; and the difference
+        # The first row of the worker that lends chunks to the judged one, -1 if none does; and the difference
         # between the indices of one group of both workers in `exts`, the lender's less that of the judged worker.
         self.lender_row = -1
         self.lender_shift = 0
