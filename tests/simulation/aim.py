@@ -15,6 +15,7 @@ from kvrouter.router.model.workers.stream_state import StreamState
 from tests.simulation.coverage import NO_PROCESS, STARTING, UNKNOWN_WORKER, Observer
 from tests.simulation.faults import Fault
 from tests.simulation.virtual_loop import VirtualLoop
+from tests.simulation.written import MOMENTS, Written
 
 AIMED_SHARE = 0.5
 # How long a fault waits for its state. Then it begins nevertheless.
@@ -41,25 +42,41 @@ RARE_STATES = (
 )
 
 
+# The faults after which the store lacks what was written last. Half of those that wait begin when something is written
+# that is rarely lost.
+LOSING = ("store_crash", "store_failover", "power")
+
+
 class Aim:
     """The states for which the faults of one world wait."""
 
     def __init__(
-        self, loop: VirtualLoop, observer: Observer, faults: Sequence[Fault], rng: random.Random, last_s: float
+        self,
+        loop: VirtualLoop,
+        observer: Observer,
+        written: Written,
+        faults: Sequence[Fault],
+        rng: random.Random,
+        last_s: float,
     ) -> None:
         """Choose the states.
 
         Args:
             loop: The loop of the world.
             observer: Knows the states.
+            written: Knows what was written just now.
             faults: The faults.
             rng: Chooses which faults wait, and for which state.
             last_s: How long after the beginning of the world the last fault begins.
         """
-        self._loop, self._observer = loop, observer
+        self._loop, self._observer, self._written = loop, observer, written
         # The wait ends at a look, before the quiet end.
         self._latest_s = loop.time() + last_s - 2 * LOOK_S
-        self._states = {fault.number: rng.choice(RARE_STATES) for fault in faults if rng.random() < AIMED_SHARE}
+        self._states = {
+            fault.number: rng.choice(MOMENTS if fault.kind in LOSING and rng.random() < 0.5 else RARE_STATES)
+            for fault in faults
+            if rng.random() < AIMED_SHARE
+        }
         self._waiting: list[tuple[Fault, str, float, Callable[[], None]]] = []
         self._is_looking = False
         observer.on_step = partial(loop.after, 0.0, self._look)
@@ -87,7 +104,10 @@ class Aim:
     def _look(self) -> None:
         for waiting in list(self._waiting):
             fault, state, latest_s, call = waiting
-            is_due = self._loop.time() >= latest_s or state in self._observer.met(fault.first, fault.second)
+            is_due = self._loop.time() >= latest_s or state in self._met(fault)
             if is_due and waiting in self._waiting:
                 self._waiting.remove(waiting)
                 call()
+
+    def _met(self, fault: Fault) -> set[str]:
+        return self._observer.met(fault.first, fault.second) | self._written.met()

@@ -39,8 +39,13 @@ END_AGAIN_S = 0.5
 CLIENT = "client"
 # The path below a reservation, and the method, that end it or its prefill.
 ENDINGS = {"release": ("DELETE", ""), "prefill_complete": ("POST", "/prefill_complete")}
-# How long after a disturbance of routers an unknown reservation may be denied.
+# A reservation may be denied for so long after a fault of the store or of the network, and if its router did not publish
+# its load for so long.
 CALM_S = 5.0
+# The share of requests that take long, and how long those take.
+LONG_SHARE = 0.15
+LONG_S = (3.0, 12.0)
+USUAL_S = (1.0, 3.0)
 
 
 class _Selected(msgspec.Struct):
@@ -100,7 +105,7 @@ class Clients:
         self._bookings: dict[str, Booking] = {}
         # Whether no more reservations are made.
         self.is_quiet = False
-        # Until when a router or its way to the store was disturbed.
+        # Until when the store or the whole network was disturbed.
         self.disturbed_s = 0.0
 
     def begin(self) -> None:
@@ -173,7 +178,8 @@ class Clients:
         self._note("client", f"reserves {selection_id} at {router.name} on {self._engines[worker].name}")
         booking = self._bookings[selection_id] = Booking(selection_id, router, token, worker, self._lives(worker))
         self._end_later(booking, "prefill_complete", self._rng.uniform(0.0, 1.0))
-        self._end_later(booking, "release", self._rng.uniform(1.0, 3.0))
+        lasts_s = LONG_S if self._rng.random() < LONG_SHARE else USUAL_S
+        self._end_later(booking, "release", self._rng.uniform(*lasts_s))
 
     def _end_later(self, booking: Booking, how: str, after_s: float) -> None:
         """Have a reservation or its prefill ended through its router or another one, again until one has answered."""
@@ -243,8 +249,9 @@ class Clients:
         owner, worker = booking.router, booking.worker
         is_over = booking.releases or booking.is_uncertain or booking.pending
         is_over = is_over or worker is None or booking.lives != self._lives(worker)
-        is_lost = owner.token != booking.token or owner.process is None
-        if not is_over and not is_lost and self._loop.time() > self.disturbed_s + CALM_S:
+        is_known = owner.token == booking.token and owner.answers
+        is_known = is_known and self._laws.written.has_published(booking.token, CALM_S)
+        if not is_over and is_known and self._loop.time() > self.disturbed_s + CALM_S:
             self._laws.broken = f"reservations: {router.name} does not find {booking.selection_id} of {owner.name}"
         # A client that believes this does not come back, and what is left ends with the next life of the engine that its router
         # sees.

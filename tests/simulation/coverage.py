@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.redis_client.errors import StoreError
 from kvrouter.router.follow.streams import stream_machine
 from kvrouter.router.follow.streams.stream_machine import Action, Endpoints, Event, Phase
@@ -117,6 +118,8 @@ class Observer:
         self._phases: dict[tuple[Process, str], Phase] = {}
         # Called after each step of a stream machine.
         self.on_step: Callable[[], object] = lambda: None
+        # Called when a router goes on from its memory of a worker, with the name of the router and the worker.
+        self.on_memory: Callable[[str, WorkerKey], object] = lambda router, worker: None
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -133,9 +136,17 @@ class Observer:
         self.coverage.transitions[shape_of(endpoints), phase, event] += 1
         process = PROCESS.get()
         if process is not None:
-            self._phases[process, endpoints.events or endpoints.patch or ""] = following
+            address = endpoints.events or endpoints.patch or ""
+            self._phases[process, address] = following
+            if action is Action.CONTINUE:
+                self._continues(process.name, address)
         self.on_step()
         return following, action
+
+    def _continues(self, router: str, address: str) -> None:
+        for engine in self._engines:
+            if address in (_address(engine.registration()), _address(engine.registration(is_moved=True))):
+                self.on_memory(router, engine.worker)
 
     def _watch_leases(self) -> Iterable[tuple[object, str, object]]:
         counts, take, give_back = self.coverage.lease, Leases.take, Leases.release

@@ -9,6 +9,7 @@ compute does not depend on who listens.
 from __future__ import annotations
 
 import enum
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -107,8 +108,13 @@ class Engine:
         self.worker = WorkerKey(MODEL, server.name, rank)
         self.spans: list[LifeSpan] = []
         self.life: Life | None = None
-        # Whether its threads stand still.
+        # Whether its threads stand still, and whether it computes nothing, so that only the patch's heartbeats come.
         self.is_stopped = False
+        self.is_idle = False
+        # Whether the patch misses the next step, and until when routers cannot know that it missed one: until its next
+        # heartbeat.
+        self.is_unreported = False
+        self.proven_s = 0.0
         # Whether the replay endpoint or snapshots are not served, and how long each answer takes.
         self.is_mute = False
         self.slow_s = 0.0
@@ -164,6 +170,7 @@ class Engine:
             span = self.spans[-1]
             span.ended_s, span.silently = self._loop.time(), silently
             self.life = None
+            self.is_unreported, self.proven_s = False, min(self.proven_s, self._loop.time())
             self._generation += 1
             self._note(self.name, f"dies{' without a word' if silently else ''} at seq {span.life.next_seq - 1}")
 
@@ -185,7 +192,7 @@ class Engine:
 
         def tick() -> None:
             if self._generation == generation:
-                if not self.is_stopped:
+                if not self.is_stopped and not self.is_idle:
                     self.publish()
                 self._next_step()
 
@@ -223,11 +230,15 @@ class Engine:
         self.spans[-1].sent_s.append(self._loop.time())
         self._events.publish([TOPIC, seq.to_bytes(SEQ_BYTES, "big"), payload])
         if life.patched:
+            if self.is_unreported and events.events:
+                self.is_unreported, self.proven_s = False, math.inf
+                events = msgspec.structs.replace(events, events=[])
             self._report(seq, events)
 
     def _beat(self) -> None:
         if self.life is not None:
             self._report(self.life.next_seq, self.life.heartbeat())
+            self.proven_s = min(self.proven_s, self._loop.time())
 
     def _report(self, seq: int, message: Report) -> None:
         self._reports.publish([REPORT_TOPIC, seq.to_bytes(SEQ_BYTES, "big"), msgspec.msgpack.encode(message)])
@@ -328,7 +339,7 @@ class Server:
         self._is_quiet = True
         for engine in self.engines:
             engine.is_quiet = True
-            engine.is_stopped = engine.is_mute = False
+            engine.is_stopped = engine.is_mute = engine.is_idle = engine.is_unreported = False
             engine.slow_s = 0.0
         self.host.is_up = True
         needs_patch = self.kind is Kind.PATCHED and self._flags is not None and not self._flags.patched
@@ -357,9 +368,9 @@ class Server:
         return take
 
     def _metrics(self) -> bytes:
-        """Return the metrics page, which names each rank if there are several."""
+        """Return the metrics page, which names each rank. No request runs: clients reserve, and send nothing."""
         lines = [b"process_start_time_seconds %.2f\n" % self._start_s]
-        for engine in self.engines if len(self.engines) > 1 else ():
+        for engine in self.engines:
             lines += [
                 b'vllm:num_requests_%b{engine="%d",model_name="m"} 0.0\n' % (gauge, engine.rank)
                 for gauge in (b"running", b"waiting")

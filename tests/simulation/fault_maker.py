@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
 from typing import TYPE_CHECKING
 
+from kvrouter.router.base.common.ids import WorkerKey
 from tests.simulation.engine import Server
 from tests.simulation.faults import Fault
 from tests.simulation.laws import DEAF_S
@@ -12,6 +15,7 @@ from tests.simulation.network import Cut
 from tests.simulation.router import Router
 from tests.simulation.router_settings import changed
 from tests.simulation.store.store import Former
+from tests.simulation.written import MOMENTS
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -21,6 +25,19 @@ AWAY_S = (0.2, 3.0)
 SERVES_WITHIN_S = 10.0
 # How often it is looked whether it serves.
 LOOK_S = 1.0
+# How long a router stands still at most until others have its workers, and how often that is looked at.
+TAKEN_WITHIN_S = 10.0
+RELAY_LOOK_S = 0.1
+# How soon after the start of a router another one is stopped that it replaces, and how long after the end of its own
+# former process it starts: others have its workers then.
+SURGE_S = 1.0
+SURGE_AFTER_S = 2.0
+# Up to this draw, an engine dies with its machine, which says nothing.
+SILENT_DEATHS = 0.4
+# How much longer engines are idle than other faults last.
+IDLE_TIMES = 3
+# From this draw on, a crash loses what was written just now, however few writes it was to lose.
+CERTAIN_LOSS = 0.3
 
 
 class FaultMaker:
@@ -42,7 +59,9 @@ class FaultMaker:
         """Begin a fault."""
         self._note("world", str(fault))
         self._observer.fault_begins(fault.kind, fault.first, fault.second)
-        if not fault.spares_routers:
+        if fault.loses_data:
+            self._laws.store_loses(fault.seconds)
+        if fault.disturbs_all:
             self._disturb(fault.seconds)
         getattr(self, f"_{fault.kind}")(fault)
 
@@ -51,10 +70,6 @@ class FaultMaker:
 
     def _server(self, name: str) -> Server:
         return next(server for server in self._servers if server.name == name)
-
-    def _disturb(self, seconds: float) -> None:
-        """Note that routers or their ways to the store are disturbed for some time."""
-        self._clients.disturbed_s = max(self._clients.disturbed_s, self._loop.time() + seconds)
 
     def _later(self, fault: Fault, what: str, call: object) -> None:
         def end() -> None:
@@ -67,7 +82,7 @@ class FaultMaker:
     def _engine_restart(self, fault: Fault) -> None:
         server = self._server(fault.first)
         if server.is_up:
-            server.die(silently=fault.draw < 0.2)
+            server.die(silently=fault.draw < SILENT_DEATHS)
             self._loop.after(max(1.0, fault.seconds), server.begin)
 
     def _engine_stopped(self, fault: Fault) -> None:
@@ -96,6 +111,22 @@ class FaultMaker:
             for _ in range(60):
                 engine.publish()
 
+    def _engine_idle(self, fault: Fault) -> None:
+        """Let an engine compute nothing after one more step."""
+        engines = self._server(fault.first).engines
+        for engine in engines:
+            engine.publish()
+        silent = self._laws.written.silent
+        silent.update(engine.worker for engine in engines)
+        fault = dataclasses.replace(fault, seconds=IDLE_TIMES * fault.seconds)
+        self._set(fault, "is_idle", True, False)
+        self._loop.after(fault.seconds, lambda: silent.difference_update(engine.worker for engine in engines))
+
+    def _engine_unreported(self, fault: Fault) -> None:
+        """Let the patch miss the next step that changes something."""
+        for engine in self._server(fault.first).engines:
+            engine.is_unreported = True
+
     def _router_kill(self, fault: Fault) -> None:
         router = self._router(fault.first)
         router.kill(silently=fault.draw < 0.3)
@@ -121,27 +152,59 @@ class FaultMaker:
         router.pause()
         self._later(fault, "goes on", router.resume)
 
+    def _router_relay(self, fault: Fault) -> None:
+        """Let a router stand still until others have its workers, and go on as these stop."""
+        router = self._router(fault.first)
+        if router.core is None:
+            return
+        taken = self._held(router)
+        router.pause()
+        until_s = self._loop.time() + TAKEN_WITHIN_S
+
+        def look() -> None:
+            if self._is_quiet:
+                return
+            others = [(other, taken & self._held(other)) for other in self._routers if other is not router]
+            if {worker for _, workers in others for worker in workers} < taken and self._loop.time() < until_s:
+                self._loop.after(RELAY_LOOK_S, look)
+                return
+            for other, workers in others:
+                if workers:
+                    self._loop.after(self._rng.uniform(0.0, 1.0), partial(self._stop, other, fault.seconds))
+            self._loop.after(1.0 + self._rng.uniform(0.0, 0.2), router.resume)
+
+        look()
+
+    def _held(self, router: Router) -> set[WorkerKey]:
+        followers = {} if router.core is None else router.core.registry.followers
+        return {worker for worker, follower in followers.items() if follower.lease.held}
+
     def _power(self, fault: Fault) -> None:
         """Kill all routers and the store at once."""
         for router in self._routers:
             router.kill(silently=True)
-        self._store.crash(fault.lost_writes, silently=True)
+        self._store.crash(self._lost_writes(fault), silently=True)
         self._later(fault, "the store is back", lambda: self._restore(fault))
         for router in self._routers:
             self._loop.after(self._rng.uniform(0.0, fault.seconds + 2.0), router.start)
+
+    def _lost_writes(self, fault: Fault) -> int:
+        """Return how many writes the store loses."""
+        just = self._laws.written.since(MOMENTS)
+        return max(fault.lost_writes, just if fault.draw >= CERTAIN_LOSS else 0)
 
     def _restore(self, fault: Fault) -> None:
         self._store.restart(with_data=fault.draw < 0.7, loading_s=fault.draw if fault.draw < 0.3 else 0.0)
 
     def _store_crash(self, fault: Fault) -> None:
         if self._store.is_up:
-            self._store.crash(fault.lost_writes, silently=fault.draw < 0.2)
+            self._store.crash(self._lost_writes(fault), silently=fault.draw < 0.2)
             self._later(fault, "the store is back", lambda: self._restore(fault))
 
     def _store_failover(self, fault: Fault) -> None:
         former = list(Former)[int(fault.draw * len(Former))]
         self._note("store", f"the former primary is {former.value}")
-        self._store.failover(fault.lost_writes, former)
+        self._store.failover(self._lost_writes(fault), former)
         self._later(fault, "the former primary ends", lambda: self._store.run(self._store.store.end_former))
 
     def _store_flush(self, fault: Fault) -> None:
@@ -177,6 +240,16 @@ class FaultMaker:
     def _link_reset(self, fault: Fault) -> None:
         self._network.drop_connections(self._network.hosts[fault.first], self._network.hosts[fault.second])
 
+    def _link_hang(self, fault: Fault) -> None:
+        """Let one of the router's connections to the store stay open, and bring nothing more, as behind a firewall."""
+        ends = [
+            end.peer
+            for end in self._network.hosts[fault.first].ends
+            if end.peer.host is self._store.host and end.peer.is_open
+        ]
+        if ends:
+            ends[int(fault.draw * len(ends))].vanish()
+
     def _operator_rolling_restart(self, fault: Fault) -> None:
         """Stop and start one router after the other, perhaps as an upgrade to the present version."""
         rng, waiting = self._rng, self._rng.sample(self._routers, len(self._routers))
@@ -188,7 +261,6 @@ class FaultMaker:
             self._note("world", f"fault {fault.number} restarts {router.name}")
             router.is_old = router.is_old and fault.draw < 0.5
             away_s = rng.uniform(*AWAY_S)
-            self._disturb(away_s + SERVES_WITHIN_S)
             self._stop(router, away_s)
             until_s = self._loop.time() + away_s + SERVES_WITHIN_S
             self._loop.after(away_s, lambda: go_on(router, until_s))
@@ -200,6 +272,19 @@ class FaultMaker:
                 self._loop.after(LOOK_S, lambda: go_on(router, until_s))
 
         restart()
+
+    def _operator_surge(self, fault: Fault) -> None:
+        """Start a router in a slow network, and stop another one, which it replaces, as soon as it begins."""
+        new, old = self._rng.sample(self._routers, 2)
+        new.kill()
+
+        def start() -> None:
+            if not self._is_quiet:
+                self._slow_down(fault, SURGE_S)
+                new.start()
+                self._loop.after(self._rng.uniform(0.0, SURGE_S), lambda: self._stop(old, fault.seconds))
+
+        self._loop.after(max(SURGE_AFTER_S, fault.seconds / 3), start)
 
     def _operator_drain(self, fault: Fault) -> None:
         self._change(fault, is_draining=True)
@@ -214,6 +299,8 @@ class FaultMaker:
 
     def _change(self, fault: Fault, **changes: bool) -> None:
         engine = next(engine for engine in self._engines if engine.name == fault.first)
+        # A removal deletes what routers wrote of the worker.
+        self._laws.store_loses(0.0)
         self._operator.want(engine.worker, **changes)
 
     def _operator_settings(self, fault: Fault) -> None:
@@ -222,8 +309,21 @@ class FaultMaker:
             router.apply(changed(router.config, self._rng))
 
     def _network_slow(self, fault: Fault) -> None:
+        self._slow_down(fault, fault.seconds)
+
+    def _slow_down(self, fault: Fault, seconds: float) -> None:
         self._network.slowness = 1 + 50 * fault.draw
-        self._later(fault, "the network is fast", lambda: setattr(self._network, "slowness", 1.0))
+        self._disturb(seconds)
+
+        def end() -> None:
+            self._note("world", f"end of fault {fault.number}: the network is fast")
+            self._network.slowness = 1.0
+
+        self._loop.after(seconds, end)
+
+    def _disturb(self, seconds: float) -> None:
+        """Note that the store or the whole network is disturbed for some time."""
+        self._clients.disturbed_s = max(self._clients.disturbed_s, self._loop.time() + seconds)
 
     def quieten(self) -> None:
         """End all faults."""
@@ -235,6 +335,8 @@ class FaultMaker:
             for second in network.hosts.values():
                 network.heal(first, second)
         store = self._store.store
+        if store.has_former:
+            self._laws.store_loses(0.0)
         for end in (store.drain, store.free_disk, store.resume, store.end_former):
             self._store.run(end)
         self._store.restart(with_data=True)

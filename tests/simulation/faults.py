@@ -18,9 +18,12 @@ FAULTS = {
     "engine_mute": 2,
     "engine_slow": 2,
     "engine_flood": 2,
+    "engine_idle": 3,
+    "engine_unreported": 1,
     "router_kill": 4,
     "router_stop": 2,
     "router_pause": 3,
+    "router_relay": 2,
     "power": 1,
     "store_crash": 2,
     "store_failover": 2,
@@ -30,8 +33,10 @@ FAULTS = {
     "store_full": 1,
     "link_cut": 4,
     "link_reset": 2,
+    "link_hang": 2,
     "network_slow": 1,
     "operator_rolling_restart": 1,
+    "operator_surge": 1,
     "operator_drain": 1,
     "operator_move": 1,
     "operator_remove": 1,
@@ -63,9 +68,14 @@ class Fault:
         return int(MOST_LOST_WRITES * self.draw**2)
 
     @property
-    def spares_routers(self) -> bool:
-        """Whether neither routers nor their ways to the store are disturbed."""
-        return self.kind.startswith("engine") or self.kind in (*TO_WORKERS, "operator_settings")
+    def loses_data(self) -> bool:
+        """Whether the store loses something that was written."""
+        return self.kind in ("power", "store_crash", "store_failover", "store_flush", "store_evicts")
+
+    @property
+    def disturbs_all(self) -> bool:
+        """Whether the store, or the whole network, is disturbed."""
+        return self.kind.startswith("store") or self.kind in ("power", "network_slow")
 
 
 def plan(

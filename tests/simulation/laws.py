@@ -8,8 +8,11 @@ After each step of a router, and at each answer:
 - *Age.* A `live` worker misses no batch that was sent `AGE_S` ago.
 - *Staleness.* A `live` worker is at most `LAG_S` behind what its follower showed (`staleness.py`).
 - *Agreement.* Two routers that show a worker as `live` at the same position credit the same blocks and hits.
-- *Fence.* Nothing is written to a worker's log by a router that does not have its lease.
-- *Load.* No sum is negative.
+- *Doubt.* A `suspect` worker has no credit after `suspect_credit_s`.
+- *Fence,* *lease* and *memory.* Routers write what they may (`written.py`).
+- *Followers* and *news.* Workers are followed, and what that brings reaches all (`following.py`).
+- *Alarm.* No router says that the store lost data if it has not.
+- *Load.* No sum is negative, and routers agree about the load of each (`shared_load.py`).
 
 At the end, `QUIET_S` after the last fault:
 
@@ -32,17 +35,17 @@ import numpy as np
 from kvrouter.router.base.common.ids import Place, WorkerKey
 from kvrouter.router.follow.streams.follower import Follower
 from kvrouter.router.index.matching.question import Question
-from kvrouter.router.index.store import keys
-from kvrouter.router.index.store.commit import LeaseValue
 from kvrouter.router.model.workers.stream_state import StreamState
 from tests.simulation.bounds import problem_of_followers, problem_of_numbers, problem_of_tables
-from tests.simulation.counters import problem_of_counters, problem_of_gauges
+from tests.simulation.counters import DATA_LOST, problem_of_counters, problem_of_gauges
 from tests.simulation.engine import MODEL, Engine, Kind, LifeSpan
+from tests.simulation.following import Following
 from tests.simulation.router import Router
+from tests.simulation.shared_load import SharedLoad
 from tests.simulation.staleness import LAG_S, Followed
-from tests.simulation.store.keyspace import Command
 from tests.simulation.store_server import StoreServer
 from tests.simulation.virtual_loop import VirtualLoop
+from tests.simulation.written import Written
 from tests.support.model_engine import PROMPTS, TOKENS
 
 Held = dict[Place, frozenset[int]]
@@ -61,9 +64,8 @@ DEAF_S = 27.0
 RESUMED_S = 0.5
 # The documented bound of `tests/chaos`.
 QUIET_S = 75.0
-# A dead router's lease ends within `lease_ttl_s` (4 s at most), and another router follows at its next reads. Twice that,
-# as a router that was restarted meanwhile may begin again.
-FOLLOWED_S = 10.0
+# How long after the store lost writes a router may find that out.
+REPAIRED_S = 15.0
 
 
 class Broken(Exception):
@@ -92,13 +94,28 @@ class Laws:
         self.judgements = 0
         # How many answers were judged, by state.
         self.states: dict[str, int] = {}
-        self._by_log = {keys.log(engine.worker).encode(): engine.worker for engine in engines}
-        self._store = store.store
-        self._store.observe(self._judge_write)
-        # How many writes to workers' logs the store executed, by the name of the router.
-        self._written: Counter[str] = Counter()
+        # For each router and worker that it doubts, since when by its own clock, and by that of the world.
+        self._doubted: dict[tuple[str, WorkerKey], tuple[float, float]] = {}
+        self.written = Written(store, routers, list(self._engines), loop.time, self.fail)
+        self._following = Following(self._engines, routers, self.written, loop.time)
+        # Until when routers may find that the store lost writes.
+        self.repaired_s = 0.0
+        self._shared_load = SharedLoad(routers, self.written, loop.time)
         # A law that was broken outside a step; it is raised at the next one.
         self.broken = ""
+
+    def fail(self, problem: str) -> None:
+        """Note a law that was broken outside a step."""
+        self.broken = problem
+
+    def store_loses(self, for_s: float) -> None:
+        """Note that the store may lose writes from now on for some time."""
+        self.repaired_s = max(self.repaired_s, self._loop.time() + for_s + REPAIRED_S)
+
+    def take_line(self, name: str, text: str) -> None:
+        """Judge a line of the history."""
+        if self._loop.time() > self.repaired_s and DATA_LOST.search(text):
+            self.fail(f"alarm: {name} says that the store lost data, which it has not: {text}")
 
     # -- while it runs
 
@@ -134,6 +151,8 @@ class Laws:
             self._followed.show(engine.worker, follower.state.shown.epoch, seq)
         elif view.state is StreamState.LIVE:
             self._judge_lag(router, engine, follower)
+        if view.state is StreamState.SUSPECT:
+            self._judge_doubt(router, engine, follower)
         if not view.credited:
             return
         shown = credited(router, engine.worker)
@@ -146,7 +165,7 @@ class Laws:
                 held = span.life.held(seq)
                 if held is not None and all(blocks <= held.get(place, frozenset()) for place, blocks in shown.items()):
                     fits.append(span)
-        if shown and not fits:
+        if shown and not fits and self._loop.time() >= self._excuse_s(router, engine, engine.proven_s) + NEWS_S:
             raise Broken(
                 f"credit: {router.name} shows {engine.name} {view.state.value} at seq {seq} with {_count(shown)} blocks, "
                 f"{self._ghosts(router, engine, seq, shown)} of which no life held then ({view.reason or 'no reason'})"
@@ -154,6 +173,17 @@ class Laws:
         # A plain engine's reader learns of a lost batch only from the next one, and of none before its first.
         if view.state is StreamState.LIVE and fits and engine.kind is not Kind.PLAIN and seq is not None:
             self._judge_age(router, engine, min(self._age_s(router, engine, span, seq) for span in fits), follower)
+
+    def _judge_doubt(self, router: Router, engine: Engine, follower: Follower) -> None:
+        key, since_s, now_s = (router.token, engine.worker), follower.state.since_s, self._loop.time()
+        if self._doubted.get(key, (None,))[0] != since_s:
+            self._doubted[key] = since_s, now_s
+        ends_s = max(self._doubted[key][1] + router.config.suspect_credit_s, router.resumed_s) + RESUMED_S
+        if follower.state.view.credited and now_s > ends_s:
+            raise Broken(
+                f"doubt: {router.name} credits {engine.name}, which it has doubted for "
+                f"{now_s - self._doubted[key][1]:.1f} s ({follower.state.view.reason})"
+            )
 
     def _judge_suspect(self, router: Router, engine: Engine, follower: Follower, shown: Held) -> None:
         for place, blocks in shown.items():
@@ -185,9 +215,9 @@ class Laws:
                 "showed more"
             )
 
-    def _excuse_s(self, router: Router, engine: Engine) -> float:
-        """Return the time until which packets, or the router, stood still."""
-        return max(self.deaf_until_s.get(engine.name, 0.0), router.resumed_s + RESUMED_S)
+    def _excuse_s(self, router: Router, engine: Engine, at_s: float = 0.0) -> float:
+        """Return the time, not before `at_s`, until which packets, or the router, stood still."""
+        return max(at_s, self.deaf_until_s.get(engine.name, 0.0), router.resumed_s + RESUMED_S)
 
     def _is_admissible(self, router: Router, engine: Engine, span: LifeSpan) -> bool:
         """Return whether the router may still believe that this life has not ended."""
@@ -198,6 +228,9 @@ class Laws:
 
     def _age_s(self, router: Router, engine: Engine, span: LifeSpan, seq: int | None) -> float:
         """Return how long ago the batch after `seq` was sent."""
+        if engine.kind is Kind.STOCK and engine.is_idle:
+            # Only the check of a silent stream, after 10 s, shows what was dropped on its way.
+            return 0.0
         following = 0 if seq is None else seq + 1
         if following >= len(span.sent_s):
             return 0.0
@@ -211,21 +244,6 @@ class Laws:
         ]
         return min(numbers, default=_count(shown))
 
-    def _judge_write(self, client: str, effects: Sequence[Command]) -> None:
-        if any(words[0].upper() == b"XADD" and words[1] in self._by_log for words in effects):
-            self._written[client] += 1
-        if self._store.has_former:
-            # Two primaries have two leases: no fence can hold, and the writes to one of them are lost.
-            return
-        for words in effects:
-            if words[0].upper() != b"XADD" or (worker := self._by_log.get(words[1])) is None or not client:
-                continue
-            holder = self._store.node.space.values.get(keys.lease(worker).encode())
-            token = LeaseValue.token_of(holder) if isinstance(holder, bytes) else None
-            writer = next(router for router in self._routers if router.name == client)
-            if token not in writer.tokens:
-                self.broken = f"fence: {client} wrote to the log of {worker.worker_id}, whose lease {token} has"
-
     def judge_load(self, router: Router) -> None:
         """Check that no sum of load is negative."""
         placer = router.placer
@@ -233,6 +251,11 @@ class Laws:
             burden = view.burden
             if min(burden.queued_tokens, burden.decode_tokens, burden.requests) < 0:
                 raise Broken(f"load: {router.name} counts {burden} for {view.worker.worker_id}")
+
+    def judge_fleet(self) -> None:
+        """Check that workers are followed, that all routers hear of them, and that routers agree about the load of each."""
+        if problem := self._following.problem() or self._shared_load.problem():
+            raise Broken(problem)
 
     def judge_agreement(self) -> None:
         """Check that routers that show workers as `live` at the same position credit the same blocks and hits."""
@@ -324,7 +347,7 @@ class Laws:
         for router in self._routers:
             if problem := problem_of_tables(router, len(self._engines), processes):
                 raise Broken(problem)
-        if problem := problem_of_counters(self._routers, self._engines, reserved, self._written, history):
+        if problem := problem_of_counters(self._routers, self._engines, reserved, self.written.logs, history):
             raise Broken(problem)
 
     def judge_followers(self) -> None:

@@ -24,8 +24,9 @@ from tests.simulation.coverage import Coverage, Observer
 from tests.simulation.engine import Kind, Server
 from tests.simulation.fault_maker import FaultMaker
 from tests.simulation.faults import Fault, plan
+from tests.simulation.following import FOLLOWED_S
 from tests.simulation.http import HttpClient
-from tests.simulation.laws import FOLLOWED_S, QUIET_S, Broken, Laws
+from tests.simulation.laws import QUIET_S, Broken, Laws
 from tests.simulation.network import Network
 from tests.simulation.operator import Operator
 from tests.simulation.router import HistoryHandler, Router
@@ -101,6 +102,7 @@ class World:
         self.engines = [engine for server in self.servers for engine in server.engines]
         self.laws = Laws(loop, self.engines, self.routers, self.store)
         self.observer = Observer(self.engines, self.routers)
+        self.observer.on_memory = self.laws.written.judge_memory
         for router in self.routers if rng.random() < HTTP_WORLDS_SHARE else ():
             router.has_http = rng.random() < HTTP_SHARE
         has_lists = rng.random() < LISTED_SHARE
@@ -125,7 +127,7 @@ class World:
         self.faults = plan(
             self._new_rng(), [router.name for router in self.routers], hosts, names, CALM_S, CALM_S + FAULTS_S
         )
-        self._aim = Aim(loop, self.observer, self.faults, self._new_rng(), CALM_S + FAULTS_S)
+        self._aim = Aim(loop, self.observer, self.laws.written, self.faults, self._new_rng(), CALM_S + FAULTS_S)
 
     def _make_routers(self, settings: FleetSettings) -> list[Router]:
         hosts = [
@@ -161,6 +163,7 @@ class World:
         line = f"{self.loop.time() - 1_000.0:10.4f} {who:5} {text}"
         self.history.append(line)
         self._count(line)
+        self.laws.take_line(who, text)
 
     def _count(self, text: str) -> None:
         self._hash.update(text.encode())
@@ -237,6 +240,7 @@ class World:
         worker = rng.choice(self.engines).worker
         self.operator.want(worker, is_draining=True)
         self._wait(self.operator.unfinished, KNOWN_S)
+        self.laws.store_loses(0.0)
         self.operator.want(worker, is_wanted=False)
         self._wait(self.operator.unfinished, KNOWN_S)
         # A router that no longer shows the worker still deletes its index.
@@ -311,6 +315,7 @@ class World:
                     tasks = sum(task.get_name() != CLIENT for task in self.loop.tasks_of(router.process))
                     self.laws.judge_bounds(router, tasks)
             self.laws.judge_agreement()
+            self.laws.judge_fleet()
 
     def _after_step(self) -> None:
         self.laws.after_step()

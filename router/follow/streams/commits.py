@@ -163,6 +163,10 @@ class Commits:
     async def run(self) -> None:
         """Write to the store whatever it lacks, until cancelled. Raises LeaseLost."""
         dirty, clock, unwritten = self._state.dirty, self._services.clock, self._services.held.unwritten_since_s
+        if self.sending is not None:
+            # The worker's stream changed during the write, so whether the store has the commit is not known.
+            await self._lease.write(self.sending)
+            self.sending = None
         while True:
             # If nothing came for so long, a checkpoint is due.
             if not await set_within(dirty, self._quiet_s if self.tail.blocks else None):
