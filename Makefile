@@ -14,7 +14,7 @@ help:
 	@echo "make demo         install into .venv, without a C compiler, and watch the router predict what four replicas reuse"
 	@echo "make test         install with compiled modules and run the tests of every part, in minutes"
 	@echo "make test-all     the rest: whole routers, faults, fuzzing, containers, the demo, all examples of the properties"
-	@echo "make test-uncompiled  the tests of make test that can run a compiled module, with the modules uncompiled"
+	@echo "make test-uncompiled  the tests of make test whose result compiled modules decide, with the modules uncompiled"
 	@echo "make test-engine  the same claims against a real vLLM (its CPU build, 3 GB, cached)"
 	@echo "make test-cuda    its part for the engine patch and the offload tiers on a CUDA device, with PYTHON=an environment that has vLLM"
 	@echo "make fuzz         a million inputs against the decoders and what follows, ten million heads and answers, and the HTTP API's description"
@@ -51,7 +51,7 @@ SOURCES := setup.py $(shell find client contract events router engine_patch simu
 # The packages that build the distributions ([build-system] of pyproject.toml). They are installed into $(VENV), so that no
 # build makes an environment of its own; the pip that a venv brings is new enough.
 BUILD_TOOLS := 'setuptools>=77,<100'
-COMPILER := 'Cython>=3.1,<4'
+COMPILER := 'Cython>=3.3,<4'
 EDITABLE := --no-build-isolation $(STRICT)
 
 # Install the packages that `make demo` and the tutorial need: the router without its compiled modules, so neither gcc nor
@@ -96,7 +96,7 @@ test: $(VENV)/installed
 test-all: $(VENV)/installed
 	$(PYTEST) -m "slow or property" --numprocesses $$(($(CORES) + 1)) --no-loadscope-reorder $(ARGS)
 
-# Run modules as without a C compiler. tests/conftest.py leaves out tests that never run a compiled module.
+# Run modules as without a C compiler. tests/conftest.py leaves out files in which no compiled module decides.
 test-uncompiled: $(VENV)/installed
 	KVROUTER_TEST_UNCOMPILED=1 $(FEW) --numprocesses $$(($(CORES) + 1)) $(ARGS)
 

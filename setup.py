@@ -2,7 +2,8 @@
 """The modules that are compiled where there is a C compiler; all else is in pyproject.toml.
 
 They are those that have a `.pxd` beside them, which gives their C types; each is plain Python that runs uncompiled too.
-A `.pyx` has a plain module of its name beside it, which runs in its place.
+A `.pyx` has a plain module of its name beside it, which runs in its place. Cython's own functions, such as those of
+memoryviews, are compiled once, into the module SHARED: that halves the time of a build.
 
 | variable | |
 |---|---|
@@ -23,6 +24,7 @@ from setuptools.command.build_ext import build_ext
 
 CHECKED, SANITIZED = (os.environ.get(name) == "1" for name in ("KVROUTER_CHECK_BOUNDS", "KVROUTER_SANITIZE"))
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+SHARED = "kvrouter.router.base.common.cython_shared"
 DIRECTIVES = {
     "language_level": 3,
     # The hints are numpy's; C types are in the .pxd files.
@@ -30,15 +32,21 @@ DIRECTIVES = {
     "boundscheck": CHECKED,
     "wraparound": False,
     "initializedcheck": False,
+    # Functions are Python's built-in kind, which is called faster than Cython's. This pays for the calls into SHARED.
+    "binding": False,
 }
 
 
 def extensions() -> list[Extension]:
     """Return the modules that are compiled."""
     typed = [path.with_suffix(".py") for path in Path("router").rglob("*.pxd")]
+    sources = sorted([*typed, *Path("router").rglob("*.pyx")])
+    names = [".".join(("kvrouter", *path.with_suffix("").parts)) for path in sources]
+    # Cython writes the source of the shared module.
+    written = Path(*SHARED.split(".")).with_suffix(".c")
     return [
         Extension(
-            ".".join(("kvrouter", *path.with_suffix("").parts)),
+            name,
             [str(path)],
             include_dirs=[str(path.parent)],
             depends=sorted(map(str, path.parent.glob("*.h"))),
@@ -47,7 +55,7 @@ def extensions() -> list[Extension]:
             # Without a compiler, the Python source of the modules runs instead.
             optional=True,
         )
-        for path in sorted([*typed, *Path("router").rglob("*.pyx")])
+        for name, path in [*zip(names, sources, strict=True), (SHARED, written)]
     ]
 
 
@@ -75,11 +83,16 @@ class BuildChanged(build_ext):
             include_path=[str(self.folder)],
             build_dir=str(self.folder / "c"),
             compiler_directives=DIRECTIVES,
+            shared_utility_qualified_name=SHARED,
         )
         sources = {extension.name: extension.sources for extension in translated}
         for extension in self.extensions:
             extension.sources = sources[extension.name]
         super().build_extensions()
+        if not Path(self.get_ext_fullpath(SHARED)).exists():
+            # The other modules import it.
+            for extension in self.extensions:
+                Path(self.get_ext_fullpath(extension.name)).unlink(missing_ok=True)
 
     def build_extension(self, extension: Extension) -> None:
         """Compile a module if its C source or a header is newer than the kept result."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 from kvrouter.router.base.common.compiled import wanted
 from tests.support.compiled_reach import reaches_compiled
@@ -57,7 +57,7 @@ LONGEST = (
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out the tests that run no compiled module, if those modules are to run uncompiled."""
+    """Leave out the files in which no compiled module decides, if those modules are to run uncompiled."""
     is_test = collection_path.match("test_*.py")
     return True if is_test and not wanted() and not reaches_compiled(collection_path) else None
 
@@ -67,7 +67,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        if folder == "property":
+        # The other tests of the folder are the same with few examples, so `make test-all` need not repeat them. A test with
+        # a loop over `examples(...)` has the mark at its place.
+        if folder == "property" and isinstance(item, pytest.Function) and is_hypothesis_test(item.obj):
             item.add_marker(pytest.mark.property)
         if folder in SLOW_FOLDERS and item.get_closest_marker("smoke") is None:
             item.add_marker(pytest.mark.slow)

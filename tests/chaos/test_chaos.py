@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short part of `make chaos`: one schedule with a fixed seed for every kind of fault."""
+"""The short part of `make chaos`: one schedule with a fixed seed for every kind of fault that needs real processes.
+
+The other kinds change only which batches and replies arrive, and when. The simulation (`tests/simulation/`) and the models of
+the cursors (`tests/property/`) meet them thousands of times; `make chaos` has them, too.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,12 @@ from tests.chaos.harness.report import table
 
 FIRST_SEED = 20_000
 AT_ONCE = 8
+# Nothing of these faults is in a socket, a process, or Valkey.
+SIMULATED = {
+    *("batches_unsent", "batches_lost", "batches_doubled", "batches_swapped"),
+    *("replay_gone", "replay_ring_short", "replay_slow", "replay_lies"),
+    *("restart_with_another_layout", "store_flushed", "store_slow", "wire_delay"),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +34,8 @@ def quiet() -> Iterator[None]:
 
 
 def test_no_ghosts_through_any_fault(capsys: pytest.CaptureFixture[str]) -> None:
-    schedules = [schedule(FIRST_SEED + i, kind) for i, kind in enumerate(KINDS)]
+    assert set(KINDS) > SIMULATED
+    schedules = [schedule(FIRST_SEED + i, kind) for i, kind in enumerate(KINDS) if kind not in SIMULATED]
     outcomes = asyncio.run(run_all(schedules, at_once=AT_ONCE))
     print(table(outcomes))
     wrong = [outcome for outcome in outcomes if outcome.failures]

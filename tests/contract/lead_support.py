@@ -77,6 +77,12 @@ async def until(reached: Callable[[], Any], what: str, timeout_s: float = WAIT_S
     return result
 
 
+async def until_taken_in(core: Core, seq: int) -> None:
+    """Wait until the router has taken in a batch, and fail if it takes in none for a while, however busy it is."""
+    while (before := status(core).seq) != seq:
+        await until(lambda before=before: status(core).seq != before, f"nothing is taken in after {before}")  # type: ignore[misc]
+
+
 def shows(core: Core, seq: int) -> bool:
     return status(core).seq == seq
 

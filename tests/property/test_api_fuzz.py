@@ -64,8 +64,8 @@ ENDPOINTS: dict[tuple[str, str], dict[str, Any]] = {
     ("POST", "/unregister"): {"instance_id": "w0", "dp_rank": 0},
     ("PATCH", "/workers/w0"): {"url": "http://h:1", "endpoint": None, "dp_rank": 0, "catalog": CATALOG},
 }
-# The bodies for each of 9 endpoints, 13,050 in all.
-EXAMPLES = examples(1_450)
+# The bodies for each of 9 endpoints. In CI they are the same each time, so that more of them would find nothing new there.
+EXAMPLES = examples(400)
 
 NUMBERS = (0, -1, 2**31, 2**63, 2**64 - 1, 2**64, -(2**63), 10**400, 1e308)
 TEXTS = ("", "\x00", "\ud800", "0x", "tcp://", "http://[", "w0")
@@ -143,6 +143,7 @@ def reset(core: TinyCore) -> None:
         core.registered[worker] = Registration(worker, events="tcp://h:1", url="http://h:1")
 
 
+@pytest.mark.property
 @pytest.mark.parametrize(("method", "path"), list(ENDPOINTS))
 def test_no_body_makes_the_api_fail(method: str, path: str) -> None:
     seen: Counter[int] = Counter()

@@ -20,6 +20,7 @@ TESTS = Path(__file__).parents[1]
 PIECES = 400_000
 
 
+@pytest.mark.property
 def test_no_byte_beyond_a_piece_is_read(tmp_path: Path) -> None:
     gcc = shutil.which("gcc")
     if gcc is None:

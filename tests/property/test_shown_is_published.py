@@ -207,6 +207,7 @@ class World:
         self.state._end_credit()
 
 
+@pytest.mark.property
 async def test_no_view_is_credited_before_the_changes_are_published() -> None:
     credited = 0
     for seed in range(examples(300)):
