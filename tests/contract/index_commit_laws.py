@@ -38,6 +38,16 @@ from tests.contract.index_support import (
 class CommitLaws:
     """The laws of commits."""
 
+    async def test_nothing_is_written_in_the_place_of_a_lost_entry(self, world: World, store: IndexStore) -> None:
+        worker = await world.owned(store)
+        assert await store.commit(Commit(worker, "e1", 0, 0, [change(GPU, (1,))]), ME) is APPLIED
+        before = world.snapshot()
+        assert await store.note(worker, "e1", ME, {"state": b"live"}, known=3) is STALE
+        assert await store.commit(Commit(worker, "e1", 1, 1), ME, known=3) is STALE
+        assert world.snapshot() == before
+        assert await store.note(worker, "e1", ME, {"state": b"live"}, known=2) is APPLIED
+        assert await store.open_epoch(worker, "e2", ME) is APPLIED
+
     async def test_a_commit_is_stored_as_documented(self, world: World, store: IndexStore) -> None:
         worker = await world.owned(store)
         commit = Commit(

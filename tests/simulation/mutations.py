@@ -114,8 +114,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "no_fence",
         f"{_STORE}/store.py",
-        "return write(head) if holder == lease.value else CommitOutcome.FENCED",
-        "return write(head)",
+        "            if holder != lease.value:\n",
+        "            if False:\n",
         "A router whose lease was taken still writes.",
     ),
     Mutation(
@@ -155,10 +155,10 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "lost_entry_unseen",
-        f"{_STREAMS}/lease.py",
-        "return holding.commits > before",
-        "return True",
-        "A router overlooks by the number of its own log entry that the store lost earlier ones.",
+        "router/index/store/store.py",
+        "return CommitOutcome.STALE if head.commits < known else write(head)",
+        "return write(head)",
+        "A router writes an entry in the place of one that the store lost (found by the simulation).",
     ),
     Mutation(
         "stale_is_done",
@@ -507,5 +507,34 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        reservation.prefill_tokens = 0\n        return True",
         "        return True",
         "The prefill of a reservation is subtracted twice.",
+    ),
+    # Found by the simulation.
+    Mutation(
+        "other_state_continues",
+        "router/index/store/log_follower.py",
+        "        if not self._continues(entry):\n",
+        "        if False:\n",
+        "A log with as many entries as were read, but others, is read on (found by the simulation).",
+    ),
+    Mutation(
+        "old_registration_repeated",
+        f"{_FLEET}/fleet.py",
+        "if follower is not None and is_known and await self._is_stored(follower.state.registration):",
+        "if is_known and await self._store.registry.version() == self._version:",
+        "A router compares the registry's version, not the registration, to see that nothing changes (found by the simulation).",
+    ),
+    Mutation(
+        "first_heartbeat_is_new",
+        f"{_FLEET}/membership.py",
+        "arrived_s = -math.inf if self._first else beaten_s",
+        "arrived_s = math.inf",
+        "The first heartbeat after a router's start vouches, although it may have been under way (found by the simulation).",
+    ),
+    Mutation(
+        "listed_from_memory",
+        "router/follow/discovery/discovery.py",
+        "            await self._fleet.read_changes()\n",
+        "",
+        "A changed list undoes what a client changed at another router (found by the simulation).",
     ),
 )

@@ -112,10 +112,11 @@ def test_the_heartbeat_of_a_dead_router_vouches_for_nothing(world: World) -> Non
     for _ in range(1_000):
         world.look()
     assert world.me.forgotten == ["dead"]
-    # The router was stopped, and now goes on.
-    world.beat("dead", ["w"])
-    world.look()
-    assert world.me.routers == {"me", "dead"} and world.problem() is None
+    # The router was stopped, and now goes on. Its next heartbeat may have been under way since then.
+    world.rounds(1, dead=["w"])
+    assert world.me.routers == {"me", "dead"} and world.problem() is not None
+    world.rounds(1, dead=["w"])
+    assert world.problem() is None
 
 
 def test_a_new_router_counts_from_its_second_heartbeat(world: World) -> None:
@@ -140,7 +141,7 @@ def test_a_worker_that_nobody_follows_is_in_doubt(world: World) -> None:
 
 
 def test_a_worker_that_changes_hands_is_not_in_doubt(world: World) -> None:
-    world.rounds(1, one=["w"], two=[])
+    world.rounds(2, one=["w"], two=[])
     world.beat("one", ["w"])
     world.look()
     for _ in range(3):
@@ -156,7 +157,7 @@ def test_a_worker_that_two_say_they_follow_is_not_in_doubt_while_one_continues(w
         world.beat("one", ["w"])
         world.beat("two", second)
         world.look()
-        assert world.problem() is None or world.counts["one"] == 1
+        assert world.problem() is None or world.counts["one"] <= 2
     # Router one, the remaining follower, falls silent, and then is gone.
     world.rounds(20, two=[])
     assert world.problem() == "router one, which follows this worker, has not been heard for 5 s"
@@ -166,7 +167,7 @@ def test_a_worker_that_two_say_they_follow_is_not_in_doubt_while_one_continues(w
 
 
 def test_a_follower_that_cannot_write_says_so_at_once(world: World) -> None:
-    for waits_ms in (0, 0, 1_600):
+    for waits_ms in (0, 0, 0, 1_600):
         world.beat("you", ["w"], waits_ms=waits_ms)
         world.look()
     # The router's former heartbeat is still valid.
@@ -273,7 +274,7 @@ def test_a_reader_that_is_always_a_heartbeat_behind_is_vouched_for(world: World)
         world.beat("you", ["w"], commits=commits)
         world.look()
         world.shown = Position(1, max(0, commits - 20))
-        assert world.problem() is None or commits < 30
+        assert world.problem() is None or commits < 40
 
 
 def test_an_entry_of_a_new_lease_vouches_for_itself_until_a_heartbeat_is_due(world: World) -> None:

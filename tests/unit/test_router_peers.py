@@ -191,7 +191,7 @@ def test_a_worker_whose_follower_is_not_heard_says_why(world: World) -> None:
         judging.cancel()
 
     worker = world.add("a")
-    for _ in range(2):
+    for _ in range(3):
         world.peer_beats(worker)
         world.beat()
     asyncio.run(judge())

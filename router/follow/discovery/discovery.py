@@ -314,6 +314,8 @@ class Discovery:
 
         reconcile_plan = planned(frozenset())
         if reconcile_plan.disputes:
+            # What a client changed at another router a moment ago must not be undone.
+            await self._fleet.read_changes()
             reconcile_plan = planned(await self._fleet.peers.claimed(source))
         for name, why in reconcile_plan.contested.items():
             if source_state.contested.get(name) != why:

@@ -147,6 +147,13 @@ class Fleet:
             except StoreError as error:
                 log.debug("registrations not read from Redis", extra={"error": str(error)})
 
+    async def read_changes(self) -> None:
+        """Apply the changes of other processes that are not known here yet. Raises StoreError."""
+        async with self._lock:
+            version = await self._store.registry.version()
+            if version > self._version:
+                await self._follow_registry(version)
+
     async def _replace_foreign_keys(self) -> None:
         for _ in await self._store.common_keys.replace_foreign(self._registry.models()):
             self._metrics.unreadable_values["common"].inc()

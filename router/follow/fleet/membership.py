@@ -51,12 +51,12 @@ class _Router(msgspec.Struct):
     # Whether the heartbeat was in the store when this process first looked. If so, the router counts at first even
     # though its heartbeat has not changed yet (UNPROVEN_LOOKS).
     was_first: bool
+    # The earliest time at which its last new heartbeat can have reached the store; one that was first may be of any age.
+    arrived_s: float
     # Whether this process saw the heartbeat's count change.
     beats: bool = False
     unchanged_looks: int = 0
     missing_looks: int = 0
-    # The earliest time at which its last new heartbeat can have reached the store; infinite before the first.
-    arrived_s: float = math.inf
     # For each remembered heartbeat, the earliest time at which it can have been written, and its workers; newest last.
     heard: deque[tuple[float, dict[str, Hold]]] = msgspec.field(default_factory=lambda: deque(maxlen=REMEMBERED_BEATS))
 
@@ -171,7 +171,8 @@ class Membership:
             and heartbeat.count == router.heartbeat.count + 1
         )
         if router is None:
-            router = self._known[token] = _Router(token, heartbeat, self._first)
+            arrived_s = -math.inf if self._first else beaten_s
+            router = self._known[token] = _Router(token, heartbeat, self._first, arrived_s)
         elif router.heartbeat.count == heartbeat.count:
             router.unchanged_looks += 1
         elif heartbeat.count < router.heartbeat.count:

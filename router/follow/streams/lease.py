@@ -150,13 +150,11 @@ class Lease:
         self._held.holdings.pop(self._tag, None)
         self._held.refused.discard(self._tag)
 
-    def _count_entry(self) -> bool:
-        """Note that the last written log entry is in the store; return whether the earlier entries are there too."""
+    def _count_entry(self) -> None:
+        """Note that the last written log entry, and all before it, are in the store."""
         holding = self._held.holdings.get(self._tag)
-        if holding is None:
-            return True
-        before, holding.commits = holding.commits, self._store.last_entries[self._worker]
-        return holding.commits > before
+        if holding is not None:
+            holding.commits = self._store.last_entries[self._worker]
 
     def _wrote(self, written: Written) -> None:
         """Note the (epoch, seq) that the store is known to have."""
@@ -341,7 +339,8 @@ class Lease:
 
         async def once() -> bool:
             assert self._value is not None
-            return await self._judge(await self._store.note(self._worker, epoch, self._value, meta), done=False)
+            outcome = await self._store.note(self._worker, epoch, self._value, meta, self._entries)
+            return await self._judge(outcome, done=False)
 
         await self._until_done(once)
 
@@ -389,7 +388,7 @@ class Lease:
             # show the worker as live.
             meta = flush.meta if flush.seqs is None else {}
             outcome = await self._store.open_epoch(self._worker, flush.epoch, self._value, meta)
-            if not await self._judge(outcome, done=outcome is CommitOutcome.STALE, is_epoch=True):
+            if not await self._judge(outcome, done=outcome is CommitOutcome.STALE):
                 return False
             if outcome is CommitOutcome.APPLIED:
                 self._wrote((flush.epoch, None))
@@ -407,7 +406,7 @@ class Lease:
             may_be_first=self.written[0] != flush.epoch or self.written[1] is None,
         )
         self._unsure = (flush.epoch, last)
-        outcome = await self._store.commit(commit, self._value)
+        outcome = await self._store.commit(commit, self._value, self._entries)
         # A commit that is sent again after a lost connection is STALE if the first one had arrived.
         done = outcome is CommitOutcome.STALE and await self._store.committed(self._worker) == (flush.epoch, last)
         if not await self._judge(outcome, done=done):
@@ -415,21 +414,19 @@ class Lease:
         self._wrote((flush.epoch, last))
         return True
 
-    async def _judge(self, outcome: CommitOutcome, *, done: bool, is_epoch: bool = False) -> bool:
+    async def _judge(self, outcome: CommitOutcome, *, done: bool) -> bool:
         """Count the outcome of a write, and return whether the store has it; False means to try once more.
 
         Args:
             outcome: The store's answer.
             done: Whether STALE means that an earlier try was applied.
-            is_epoch: Whether the write replaces everything that was written before.
 
         Raises:
             LeaseLost: If the store lost commits or holds another state.
         """
         self._metrics.commits[outcome.value].inc()
-        is_whole = outcome is CommitOutcome.FENCED or self._count_entry()
-        if outcome is CommitOutcome.APPLIED and not is_whole and not is_epoch:
-            self._lose("data_lost", "Redis lost commits of this worker")
+        if done or outcome is CommitOutcome.APPLIED:
+            self._count_entry()
         return await self._follow_outcome(outcome, done=done)
 
     async def _follow_outcome(self, outcome: CommitOutcome, *, done: bool) -> bool:
@@ -438,6 +435,8 @@ class Lease:
             await self._regain()
             return False
         if outcome is CommitOutcome.STALE and not done:
+            if self._store.last_entries[self._worker] < self._entries:
+                self._lose("data_lost", "Redis lost commits of this worker")
             self._lose("data_lost", "Redis holds another state than this process; beginning again")
         return True
 

@@ -302,5 +302,5 @@ def _has(ordered: Hashes, block_hash: int) -> bool:
 
 def _sum(hashes: Hashes) -> int:
     if len(hashes) < FEW_HASHES:
-        return sum(hashes.tolist()) & MASK_64
+        return int(sum(hashes.tolist())) & MASK_64
     return int(hashes.sum(dtype=np.uint64))

@@ -141,8 +141,10 @@ class IndexStore:
             await self.servers.on(keys.meta(worker), lambda connection: unlink(connection, worker, epoch))
         return outcome
 
-    async def note(self, worker: WorkerKey, epoch: str, lease: LeaseValue, meta: dict[str, bytes]) -> CommitOutcome:
-        """Set fields of `meta` without a batch, if `epoch` is current."""
+    async def note(
+        self, worker: WorkerKey, epoch: str, lease: LeaseValue, meta: dict[str, bytes], known: int = 0
+    ) -> CommitOutcome:
+        """Set fields of `meta` without a batch, if `epoch` is current; `known` is as in `commit`."""
         fields = checked_meta(meta)
 
         def write(head: Head) -> list[bytes] | CommitOutcome:
@@ -155,13 +157,19 @@ class IndexStore:
             entry = entry_fields(worker, EntryKind.NOTE, commits, epoch, meta=fields)
             return [hset(keys.meta(worker), own | fields), self._xadd(worker, commits - head.checkpoint, entry)]
 
-        return await self._write(worker, lease, write)
+        return await self._write(worker, lease, write, known=known)
 
-    async def commit(self, commit: Commit, lease: LeaseValue) -> CommitOutcome:
+    async def commit(self, commit: Commit, lease: LeaseValue, known: int = 0) -> CommitOutcome:
         """Apply `commit` if `lease` counts, its epoch is current and first_seq is the committed seq + 1.
 
         The first commit of an epoch may start at any seq. A commit may be of any size, but its transitions also stay in
         the log, so cut snapshots into commits of some 10,000. Raises ValueError if the commit holds no batch.
+
+        Args:
+            commit: The commit.
+            lease: The lease under which it applies.
+            known: The number of the last log entry that the writer knows to be stored. If the store has fewer entries, it
+                lost some, and the outcome is STALE: an entry in the place of a lost one would pass for it.
         """
         if commit.first_seq > commit.last_seq:
             raise ValueError(
@@ -186,7 +194,7 @@ class IndexStore:
                 self._xadd(worker, commits - head.checkpoint, entry),
             ]
 
-        return await self._write(worker, lease, write)
+        return await self._write(worker, lease, write, known=known)
 
     async def checkpoint(self, checkpoint: Checkpoint, lease: LeaseValue) -> CommitOutcome:
         """Replace the checkpoint if `lease` counts and the new one is of the last seq of the current epoch.
@@ -212,6 +220,7 @@ class IndexStore:
         write: Callable[[Head], list[bytes] | CommitOutcome],
         *,
         entries: int = 1,
+        known: int = 0,
     ) -> CommitOutcome:
         """Execute the commands that `write` returns for the head of `meta` if `lease` counts; update `last_entries`.
 
@@ -220,13 +229,16 @@ class IndexStore:
             lease: The lease under which the commands apply.
             write: Returns the commands, or an outcome that needs none.
             entries: How many log entries the commands add.
+            known: As in `commit`.
         """
         before = 0
 
         def write_fenced(holder: bytes | None, head: Head) -> list[bytes] | CommitOutcome:
             nonlocal before
             before = head.commits
-            return write(head) if holder == lease.value else CommitOutcome.FENCED
+            if holder != lease.value:
+                return CommitOutcome.FENCED
+            return CommitOutcome.STALE if head.commits < known else write(head)
 
         outcome = await self._transactions.run(worker, write_fenced) or CommitOutcome.APPLIED
         if outcome is not CommitOutcome.FENCED:
