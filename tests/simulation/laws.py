@@ -228,7 +228,7 @@ class Laws:
 
     def _age_s(self, router: Router, engine: Engine, span: LifeSpan, seq: int | None) -> float:
         """Return how long ago the batch after `seq` was sent."""
-        if engine.kind is Kind.STOCK and engine.is_idle:
+        if engine.kind is Kind.STOCK and (engine.is_idle or engine.is_stopped):
             # Only the check of a silent stream, after 10 s, shows what was dropped on its way.
             return 0.0
         following = 0 if seq is None else seq + 1
