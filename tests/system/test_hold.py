@@ -33,8 +33,8 @@ def test_a_lost_lease_is_noticed_and_survived(tmp_path: Path, new_engine: NewEng
         seq = engine.publish(*removed(hashes(TOKENS)[6:]))
         assert store.hget(keys.meta(worker), keys.META_SEQ) == b"0"
         # The other router's lease runs out, and a replay makes up for the missed batches.
-        row = router.wait_row("w0", lambda row: row["seq"] == seq)
-        assert row["epoch"] == before["epoch"] and row["state"] == "live"
+        row = router.wait_row("w0", lambda row: row["seq"] == seq and row["state"] == "live")
+        assert row["epoch"] == before["epoch"]
         answer = router.request("POST", "/query", {"model": MODEL, "token_ids": TOKENS})["instances"]["w0"]
         assert answer["gpu"] == 96
         assert "Traceback" not in router.log_tail()

@@ -105,8 +105,9 @@ def test_same_workers_and_answers_with_the_engine_silent(how: str, tmp_path: Pat
         assert router.worker("w0")["state"] == "suspect"
         # The batch has the next seq, which another life can reach accidentally, so the worker stays in doubt. The
         # twelfth block had two copies, and one is left.
-        row = router.wait_seen("w0", engine.publish(*removed(hashes(TOKENS)[11:])))
-        assert row["state"] == "suspect" and "HTTP" in row["reason"] and row["epoch"] == before["epoch"]
+        seq = engine.publish(*removed(hashes(TOKENS)[11:]))
+        row = router.wait_row("w0", lambda row: row["seq"] == seq and "HTTP" in row["reason"])
+        assert row["state"] == "suspect" and row["epoch"] == before["epoch"]
         assert ask(router) == {"w0": 192}
 
 

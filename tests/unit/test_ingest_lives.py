@@ -122,6 +122,13 @@ def test_voiding_an_unproven_epoch_forgets_the_learned_catalog(odd: Batch) -> No
     assert ingest.state is StreamState.LIVE
 
 
+def test_a_connection_that_is_heard_of_late_does_not_hide_the_wait_for_the_engines_http() -> None:
+    before = feed(live(url=URL), batch(4, root(CBOR, 16)))
+    ingest = restored(before, 4, url=URL)
+    feed(ingest, Proven(4, "next_seq"), batch(5, stored([5])), Connected())
+    assert ingest.state is StreamState.SUSPECT and "HTTP" in ingest.reason
+
+
 def test_voiding_an_epoch_of_a_proven_engine_keeps_the_learned_catalog() -> None:
     for odd in UNREADABLE.values():
         ingest = feed(live(url=URL), batch(4, root(CBOR, 16), stored([5], 1, kv_cache_spec_kind="mamba")))

@@ -188,7 +188,7 @@ class StockFeed:
 
     def _connected(self) -> None:
         profile, contact, registration = self._profile, self._contact, self._profile.registration
-        if contact.expired or contact.missing:
+        if contact.expired or contact.missing or contact.next_seq_s is not None:
             return
         if contact.unproven:
             profile.wait_for(f"connected to {registration.events}; waiting for proof that nothing was missed")
