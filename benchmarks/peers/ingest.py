@@ -30,7 +30,7 @@ PREFILL_BLOCKS = 32
 class Stream(NamedTuple):
     """The batches of one case."""
 
-    # Those before the timing, and those of the timing.
+    # The batches before the timing, and those that are timed.
     first: list[Frame]
     timed: list[Frame]
     # The last prompt of each worker before the timing and in it.

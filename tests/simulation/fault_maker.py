@@ -232,7 +232,7 @@ class FaultMaker:
         self._network.cut(first, second, how)
         for engine in self._engines:
             if engine.host is second:
-                # What TCP sends again after a silence may take as long as the silence did.
+                # Packets that TCP sends again after a silence may take as long as the silence did.
                 deaf_s = min(2 * fault.seconds, DEAF_S)
                 before_s = self._laws.deaf_until_s.get(engine.name, 0.0)
                 self._laws.deaf_until_s[engine.name] = max(before_s, self._loop.time() + deaf_s)

@@ -223,7 +223,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if not facts.log_heard:",
         "if False:",
         "A router shows the state of other routers as live although it does not read their logs.",
-        # By itself harmless: a heartbeat vouches for no entry that was not read.
+        # This edit alone is harmless: a heartbeat vouches for no entry that was not read.
         Edit(
             f"{_FLEET}/membership.py",
             "hold.lease == shown.lease and hold.commits <= shown.commits:",
@@ -372,7 +372,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         '            self._enter_life(epoch, started_s, "its messages come")',
         "            self._epoch = epoch",
         "Reports of another life continue the former one.",
-        # By itself harmless: the first heartbeat of the new life proves nothing, and leads to a snapshot.
+        # This edit alone is harmless: the first heartbeat of the new life proves nothing, and leads to a snapshot.
         Edit(
             f"{_INGEST}/patch_feed.py",
             "        if wrong:\n            place = wrong[0]",

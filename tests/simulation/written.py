@@ -28,13 +28,13 @@ LIVES_S = 1.0
 HEARD_EVERY_S = 1.0
 # How long ago something was written that a crash of the store is meant to lose.
 JUST_S = 0.4
-# What may have been written just now: a router that goes on gave a lease back, a state was noted without a batch, or an
+# Writes that may have come just now: a router that goes on gave a lease back, a state was noted without a batch, or an
 # engine that fell silent was written for the last time.
 RETURNED, NOTED, FELL_SILENT = MOMENTS = ("lease returned", "state noted", "engine fell silent")
 
 
 class Written:
-    """What one world's routers wrote."""
+    """The writes of one world's routers."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Written:
         # Since when each process has published its load, when it did so last, and when it said that it leaves.
         self._published_s: dict[str, tuple[float, float]] = {}
         self._left_s: dict[str, float] = {}
-        # Who wrote to a worker's log since the store last lost something, in the order of their last writes.
+        # The routers that wrote to a worker's log since the store last lost something, in the order of their last writes.
         self._writers: dict[WorkerKey, dict[str, None]] = {}
         # The workers whose engines send nothing for a while.
         self.silent: set[WorkerKey] = set()

@@ -187,7 +187,7 @@ class CopyDisk:
     def clear(self) -> None:
         self._changes += [(False, key) for key in self.records]
         self.records.clear()
-        # What was under way belongs to the time before.
+        # Messages that were under way belong to the time before.
         self.jobs = [job._replace(ok=False) for job in self.jobs]
 
     def close(self) -> None: ...

@@ -25,8 +25,8 @@ NO_COMPILER = "/bin/false"
 # The module of Cython's own functions, which setup.py names.
 SHARED = "kvrouter/router/base/common/cython_shared"
 VERSIONS = ("3.11", "3.12", "3.13", "3.14")
-# What this Python compiles with optimization was compiled before, so ccache has it. For the others, neither C nor bytecode
-# is compiled beyond what the demo needs, which would take a minute each.
+# The modules that this Python compiles with optimization were compiled before, so ccache has them. For the others, neither
+# C nor bytecode is compiled beyond what the demo needs, which would take a minute each.
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 # The most that a base installation may take, without pip.
 MAX_SITE_MB = 250

@@ -343,7 +343,7 @@ class Lender:
         tiers = self._tiers
         keys = [loan.borrowed[place] for place in places]
         room = max(self._max_lent_chunks - self._lent_chunks - reserved, 0)
-        # What cannot be lent yet would take the place of what can.
+        # Chunks that cannot be lent yet would take the place of those that can.
         to_read = keys[: min(room, TURN_CHUNKS)]
         without_slot = tiers.read_to_lend(to_read, loan.num_resets) if tiers.lends_disk else set()
         still_waiting: list[int] = []

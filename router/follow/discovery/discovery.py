@@ -314,7 +314,7 @@ class Discovery:
 
         reconcile_plan = planned(frozenset())
         if reconcile_plan.disputes:
-            # What a client changed at another router a moment ago must not be undone.
+            # A change that a client made at another router a moment ago must not be undone.
             await self._fleet.read_changes()
             reconcile_plan = planned(await self._fleet.peers.claimed(source))
         for name, why in reconcile_plan.contested.items():
