@@ -35,9 +35,8 @@ VOCABULARY = 128_256
 # dynamo hashes the tokens of each block alone: xxh3-64 of the ids as uint32, seed 1337 (checked against dynamo's own
 # function).
 DYNAMO_SEED = 1337
-# The events of one batch, which is one engine step, by the blocks of an event: many decoding requests, a few prefill
-# chunks, or one long prompt.
-EVENTS_PER_BATCH = {1: 32, 32: 4, 512: 1}
+# The events of one batch, which is one engine step: a few prefill chunks.
+EVENTS_PER_BATCH = 4
 
 
 class Kind(NamedTuple):
@@ -125,9 +124,9 @@ class Publishing:
     """
 
     def __init__(
-        self, workers: int = WORKERS, groups: Sequence[Kind] = ONE_GROUP, events_per_batch: int | None = None
+        self, workers: int = WORKERS, groups: Sequence[Kind] = ONE_GROUP, events_per_batch: int = EVENTS_PER_BATCH
     ) -> None:
-        """Begin with nothing cached; by default the events of a batch depend on their blocks (EVENTS_PER_BATCH)."""
+        """Begin with nothing cached."""
         self._workers = workers
         self._groups = groups
         self._events_per_batch = events_per_batch
@@ -146,7 +145,7 @@ class Publishing:
                 yield from self._store(worker, chain, first, blocks_per_event)
 
     def _store(self, worker: int, chain: Chain, first: int, blocks_per_event: int) -> Iterator[Frame]:
-        step = blocks_per_event * (self._events_per_batch or EVENTS_PER_BATCH.get(blocks_per_event, 4))
+        step = blocks_per_event * self._events_per_batch
         for start in range(first, CHAIN_BLOCKS, step):
             end = min(start + step, CHAIN_BLOCKS)
             events = [

@@ -315,12 +315,8 @@ class FaultMaker:
     def _slow_down(self, fault: Fault, seconds: float) -> None:
         self._network.slowness = 1 + 50 * fault.draw
         self._disturb(seconds)
-
-        def end() -> None:
-            self._note("world", f"end of fault {fault.number}: the network is fast")
-            self._network.slowness = 1.0
-
-        self._loop.after(seconds, end)
+        fault = dataclasses.replace(fault, seconds=seconds)
+        self._later(fault, "the network is fast", lambda: setattr(self._network, "slowness", 1.0))
 
     def _disturb(self, seconds: float) -> None:
         """Note that the store or the whole network is disturbed for some time."""

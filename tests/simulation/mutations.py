@@ -191,8 +191,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "cut_commit_forgotten",
         f"{_STREAMS}/commits.py",
-        "        if self.sending is not None:\n            # The worker's stream changed",
-        "        if False:\n            # The worker's stream changed",
+        "        if self.sending is not None:\n            # The last write was cut off",
+        "        if False:\n            # The last write was cut off",
         "A commit that a change of the stream cut off is not written again (found by the simulation, seed 960020).",
     ),
     Mutation(
@@ -519,8 +519,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "old_registration_repeated",
         f"{_FLEET}/fleet.py",
-        "if follower is not None and is_known and await self._is_stored(follower.state.registration):",
-        "if is_known and await self._store.registry.version() == self._version:",
+        "and await self._is_stored(known):",
+        "and await self._store.registry.version() == self._version:",
         "A router compares the registry's version, not the registration, to see that nothing changes (found by the simulation).",
     ),
     Mutation(

@@ -7,10 +7,10 @@ import ctypes
 import hashlib
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +37,7 @@ from kvrouter.engine_patch.offload.tiers.peer_tier import PeerTier
 from kvrouter.engine_patch.offload.tiers.tiering import LookupAnswer, Medium, PromotionRequest, Tiering
 from kvrouter.engine_patch.offload.tiers.warming import Warming
 from kvrouter.events.peer.hand_over import HandOverRequest, Warm
+from tests.support.queued_disk import DiskJob, QueuedDisk
 
 CHUNK_BYTES = 64
 TIMEOUT_S = 1.0
@@ -111,55 +112,21 @@ class CopyPlane:
     def close(self) -> None: ...
 
 
-class DiskJob(NamedTuple):
-    """A read or write of a disk."""
-
-    kind: str
-    key: OffloadKey
-    slot: int
-    ok: bool = True
-
-
-class CopyDisk:
+class CopyDisk(QueuedDisk[bytes]):
     """A disk within the process, whose jobs end when they are polled, unless the test holds them."""
 
-    writable = True
-
     def __init__(self, slot: Callable[[int], memoryview]) -> None:
+        super().__init__()
         self._slot = slot
-        self.records: dict[OffloadKey, bytes] = {}
-        self.jobs: list[DiskJob] = []
         # The most jobs that were under way at once.
         self.most_jobs = 0
-        self._changes: list[tuple[bool, OffloadKey]] = []
         # Whether jobs stay under way, and whether those that end fail.
         self.hangs = self.fails = False
 
-    @property
-    def pending(self) -> int:
-        return len(self.jobs)
-
-    def open(self) -> list[OffloadKey]:
-        return list(self.records)
-
-    def holds(self, key: OffloadKey) -> bool:
-        return key in self.records
-
-    def writing(self, key: OffloadKey) -> bool:
-        return any(job.kind == "write" and job.key == key for job in self.jobs)
-
-    def touch(self, keys: Iterable[OffloadKey]) -> None: ...
-
-    def write(self, key: OffloadKey, slot: int) -> bool:
-        return self._queue(DiskJob("write", key, slot))
-
-    def read(self, key: OffloadKey, slot: int) -> bool:
-        return self._queue(DiskJob("read", key, slot))
-
     def _queue(self, job: DiskJob) -> bool:
-        self.jobs.append(job)
+        is_queued = super()._queue(job)
         self.most_jobs = max(self.most_jobs, len(self.jobs))
-        return True
+        return is_queued
 
     def poll(self) -> list[DiskJob]:
         if self.hangs:
@@ -180,17 +147,10 @@ class CopyDisk:
             self._changes.append((False, job.key))
         return job._replace(ok=ok)
 
-    def take_changes(self) -> list[tuple[bool, OffloadKey]]:
-        changes, self._changes = self._changes, []
-        return changes
-
     def clear(self) -> None:
-        self._changes += [(False, key) for key in self.records]
-        self.records.clear()
+        super().clear()
         # Messages that were under way belong to the time before.
         self.jobs = [job._replace(ok=False) for job in self.jobs]
-
-    def close(self) -> None: ...
 
 
 class Engine:

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import pytest
 
@@ -20,6 +18,7 @@ from kvrouter.engine_patch.offload.tiers.tiering import (
     TierChange,
     Tiering,
 )
+from tests.support.queued_disk import DiskJob, QueuedDisk
 
 CPU, DISK = Medium.CPU, Medium.STORAGE
 
@@ -32,74 +31,36 @@ def keys(*numbers: int) -> list[OffloadKey]:
     return [key(number) for number in numbers]
 
 
-class Job(NamedTuple):
-    kind: str
-    key: OffloadKey
-    slot: int
-    ok: bool = True
-
-
-class SlowDisk:
+class SlowDisk(QueuedDisk[None]):
     """Disk whose jobs end in their order, when the test says so."""
 
-    writable = True
-
     def __init__(self, *found: OffloadKey, max_queued: int = 100) -> None:
-        self.held = dict.fromkeys(found)
-        self.jobs: deque[Job] = deque()
+        super().__init__()
+        self.records.update(dict.fromkeys(found))
         self.closed = False
         self._max_queued = max_queued
-        self._done: list[Job] = []
-        self._changes: list[tuple[bool, OffloadKey]] = []
+        self._done: list[DiskJob] = []
 
     @property
     def pending(self) -> int:
         return len(self.jobs) + len(self._done)
 
-    def open(self) -> list[OffloadKey]:
-        return list(self.held)
-
-    def holds(self, key: OffloadKey) -> bool:
-        return key in self.held
-
-    def writing(self, key: OffloadKey) -> bool:
-        return any(job.kind == "write" and job.key == key for job in self.jobs)
-
-    def touch(self, keys: Iterable[OffloadKey]) -> None: ...
-
-    def write(self, key: OffloadKey, slot: int) -> bool:
-        return self._queue(Job("write", key, slot))
-
-    def read(self, key: OffloadKey, slot: int) -> bool:
-        return self._queue(Job("read", key, slot))
-
-    def _queue(self, job: Job) -> bool:
-        if len(self.jobs) >= self._max_queued:
-            return False
-        self.jobs.append(job)
-        return True
+    def _queue(self, job: DiskJob) -> bool:
+        return len(self.jobs) < self._max_queued and super()._queue(job)
 
     def end(self, count: int = 1, ok: bool = True) -> None:
         for _ in range(count):
-            job = self.jobs.popleft()
+            job = self.jobs.pop(0)
             self._done.append(job._replace(ok=ok))
             if job.kind == "write" and ok:
-                self.held[job.key] = None
+                self.records[job.key] = None
                 self._changes.append((True, job.key))
-            elif job.kind == "read" and not ok and self.held.pop(job.key, 0) is None:
+            elif job.kind == "read" and not ok and self.records.pop(job.key, 0) is None:
                 self._changes.append((False, job.key))
 
-    def poll(self) -> Sequence[Job]:
+    def poll(self) -> Sequence[DiskJob]:
         finished, self._done = self._done, []
         return finished
-
-    def take_changes(self) -> Sequence[tuple[bool, OffloadKey]]:
-        changes, self._changes = self._changes, []
-        return changes
-
-    def clear(self) -> None:
-        self._changes += [(False, key) for key in self.held]
-        self.held.clear()
 
     def close(self) -> None:
         self.closed = True
@@ -396,7 +357,7 @@ def test_nothing_is_read_from_disk_until_the_workers_are_done_with_what_a_reset_
     store(tiers, keys(1))
     tiers.reset(hold=True)
     disk.end()
-    disk.held[key(2)] = None
+    disk.records[key(2)] = None
     assert ask(tiers, keys(2), wish) == [LookupAnswer.NO] and not disk.jobs
     tiers.end_hold()
     assert ask(tiers, keys(2), wish) == [LookupAnswer.SOON] and disk.jobs

@@ -269,8 +269,8 @@ class Fleet:
             if follower is not None and same_url and registration.engine is None:
                 # The detected kind of an engine stays if the same engine is registered without a kind.
                 registration = msgspec.structs.replace(registration, engine=follower.state.registration.engine)
-            is_known = follower is not None and _says_the_same(follower.state.registration, registration)
-            if follower is not None and is_known and await self._is_stored(follower.state.registration):
+            known = None if follower is None else follower.state.registration
+            if known is not None and _says_the_same(known, registration) and await self._is_stored(known):
                 return
             replaced = self._registry.workers_with(worker.worker_id, worker.dp_rank)
             for other in replaced:

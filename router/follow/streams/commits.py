@@ -163,10 +163,6 @@ class Commits:
     async def run(self) -> None:
         """Write to the store whatever it lacks, until cancelled. Raises LeaseLost."""
         dirty, clock, unwritten = self._state.dirty, self._services.clock, self._services.held.unwritten_since_s
-        if self.sending is not None:
-            # The worker's stream changed during the write, so whether the store has the commit is not known.
-            await self._lease.write(self.sending)
-            self.sending = None
         while True:
             # If nothing came for so long, a checkpoint is due.
             if not await set_within(dirty, self._quiet_s if self.tail.blocks else None):
@@ -191,8 +187,6 @@ class Commits:
             return
         try:
             async with asyncio.timeout(LAST_COMMIT_S):
-                if self.sending is not None:
-                    await self._lease.write(self.sending)
                 await self._write()
         except (LeaseLost, StoreError, TimeoutError) as error:
             log.warning(
@@ -202,6 +196,10 @@ class Commits:
 
     async def _write(self) -> None:
         """Write everything that the store lacks now, and a checkpoint if the log after the last one is long."""
+        if self.sending is not None:
+            # The last write was cut off, by a change of the worker's stream or its end, so whether the store has the commit is
+            # not known.
+            await self._send(self.sending)
         flush, state = self._next_commit(), self._state_fields()
         # Only a write can show that a store that was away works again, so even an idle worker then writes its state.
         is_state_due = state != self._written_state or self._lease.away
@@ -211,13 +209,16 @@ class Commits:
         if flush is not None:
             if flush.opens_epoch or state != self._written_state:
                 flush = msgspec.structs.replace(flush, meta=flush.meta | state)
-            self.sending = flush
-            await self._lease.write(flush)
-            self.sending = None
+            await self._send(flush)
         elif is_state_due:
             await self._lease.note(self._state.ingest.held.epoch, state)
         self._written_state = state
         await self._write_checkpoint(residents)
+
+    async def _send(self, flush: PendingCommit) -> None:
+        self.sending = flush
+        await self._lease.write(flush)
+        self.sending = None
 
     def _measure_tail(self, flush: PendingCommit | None, *, noted: bool) -> None:
         """Count the log entry that the next write adds.

@@ -435,9 +435,9 @@ class Lease:
             await self._regain()
             return False
         if outcome is CommitOutcome.STALE and not done:
-            if self._store.last_entries[self._worker] < self._entries:
-                self._lose("data_lost", "Redis lost commits of this worker")
-            self._lose("data_lost", "Redis holds another state than this process; beginning again")
+            lost = self._store.last_entries[self._worker] < self._entries
+            other = "Redis holds another state than this process; beginning again"
+            self._lose("data_lost", "Redis lost commits of this worker" if lost else other)
         return True
 
     def _say(self, problem: str | None) -> None:
