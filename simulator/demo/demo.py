@@ -12,20 +12,19 @@ import contextlib
 import itertools
 import json
 import random
-import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import zmq
 
 from kvrouter.simulator.demo.router import DemoFailed, RouterProcess, call, serve_command
+from kvrouter.simulator.demo.signals import INTERRUPTED, StopSignals
 from kvrouter.simulator.demo.summary import Row, Summary
 from kvrouter.simulator.demo.trace import (
     SCENES,
@@ -45,9 +44,6 @@ from kvrouter.simulator.http.server import ReplicaServer, ServerThread
 # One prompt in this many goes round robin before the router takes over, as traffic without a router does. So prefixes
 # lie on several replicas, which is when a choice matters.
 WARMUP_SHARE = 4
-
-# The exit codes that shells expect of a program ended by SIGINT and SIGTERM.
-INTERRUPTED, TERMINATED = 130, 143
 
 # With --stay: a few requests a second, as many as a person can watch.
 STAY_PAUSE_S = 0.15
@@ -179,41 +175,6 @@ def _limit(answer: dict[str, Any]) -> str | None:
     return None if limit is None else f"g{limit['group_idx']} {limit['kind']}"
 
 
-class _Signals:
-    """The signals of one run, from `with` on: SIGTERM unwinds as Ctrl-C does.
-
-    Outside the main thread, signals are left alone.
-    """
-
-    def __init__(self) -> None:
-        # Whether Ctrl-C came. Python prints and drops a KeyboardInterrupt that is raised in a weakref's callback or in
-        # `__del__`, so the exception alone does not end every run.
-        self.is_interrupted = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> _Signals:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in ((signal.SIGINT, self._interrupt), (signal.SIGTERM, self._terminate)):
-                self._before[number] = signal.signal(number, handler)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def ignore(self) -> None:
-        """Ignore further signals, because the clean-up begins."""
-        for number in self._before:
-            signal.signal(number, signal.SIG_IGN)
-
-    def _interrupt(self, *_: object) -> NoReturn:
-        self.is_interrupted = True
-        raise KeyboardInterrupt
-
-    def _terminate(self, *_: object) -> NoReturn:
-        raise SystemExit(TERMINATED)
-
-
 def run_demo(options: DemoOptions) -> int:
     """Run the demo to its end.
 
@@ -223,7 +184,7 @@ def run_demo(options: DemoOptions) -> int:
     if options.problem is not None:
         print(f"kvrouter demo: {options.problem}", file=sys.stderr)
         return 2
-    signals = _Signals()
+    signals = StopSignals()
     try:
         with signals:
             return _run(options, signals)
@@ -236,7 +197,7 @@ def run_demo(options: DemoOptions) -> int:
         return INTERRUPTED
 
 
-def _run(options: DemoOptions, signals: _Signals) -> int:
+def _run(options: DemoOptions, signals: StopSignals) -> int:
     scene, replicas, clock = SCENES[options.shape], options.replicas, options.clock
     prompts = options.prompts or make_prompts(random.Random(options.seed), options.requests)
     working_set = working_set_blocks(scene, prompts)
@@ -271,13 +232,13 @@ def _run(options: DemoOptions, signals: _Signals) -> int:
                     view.table(scene, working_set, rows, summary)
                 view.next_steps(options.shape, verbose=options.verbose)
             if options.stays:
-                _stay(demo, options, view, signals)
+                _stay(demo, options, view)
         finally:
             signals.ignore()
     return 0 if summary.exact_prompts == summary.prompts else 1
 
 
-def _stay(demo: Demo, options: DemoOptions, view: View, signals: _Signals) -> None:
+def _stay(demo: Demo, options: DemoOptions, view: View) -> None:
     """Send requests through the router until Ctrl-C."""
     view.staying(demo.url)
     sent = prompt_tokens = reused_tokens = 0
@@ -286,8 +247,6 @@ def _stay(demo: Demo, options: DemoOptions, view: View, signals: _Signals) -> No
         for turn in itertools.count(1):
             rng = random.Random(options.seed + turn)
             for prompt in options.prompts or make_prompts(rng, STAY_PROMPTS):
-                if signals.is_interrupted:
-                    raise KeyboardInterrupt
                 sent += 1
                 prompt_tokens += len(prompt.tokens)
                 reused_tokens += demo.proxied(prompt)

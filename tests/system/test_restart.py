@@ -88,6 +88,8 @@ def test_same_workers_and_answers_with_the_engine_silent(how: str, tmp_path: Pat
             router.kill()
         if how == "kill with its store":
             kill_store(router, tmp_path)
+    # Otherwise the subscription of the dead router may pass for that of the next one.
+    engine.wait_subscribed(False)
     with RouterProcess(tmp_path) as router:
         states = set()
 
@@ -169,6 +171,7 @@ def test_what_was_missed_and_cannot_be_had_voids(tmp_path: Path, new_engine: New
         before = fill(router, engine)
         router.kill()
         engine.publish(*removed(hashes(TOKENS)))
+    engine.wait_subscribed(False)
     with RouterProcess(tmp_path) as router:
         assert ask(router) == {"w0": 192}
         router.wait_connected("w0", engine.wait_subscribed)
