@@ -165,12 +165,12 @@ def test_a_kept_connection_may_be_idle_for_longer_than_a_head_may_take(small: Se
 
 
 def test_an_idle_connection_is_closed_and_one_with_requests_is_kept() -> None:
-    limits = HttpLimits(idle_timeout_s=0.6)
+    limits = HttpLimits(idle_timeout_s=1.5)
     with running(limits) as server, server.connect() as idle, server.connect() as busy:
         assert served(idle)
         for _ in range(6):
             assert served(busy)
-            time.sleep(0.2)
+            time.sleep(0.5)
         # Twice the idle limit has passed.
         assert select.select([idle], [], [], 0)[0] and idle.recv(1) == b""
         assert received(busy) == b""

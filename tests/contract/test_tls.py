@@ -26,7 +26,7 @@ from tests.contract.served_app import WAIT_S, ServedApp
 from tests.support.certificates import Authority, Pair
 
 HOST = "127.0.0.1"
-SHORT = HttpLimits(handshake_timeout_s=0.5, head_timeout_s=1.0, send_timeout_s=2.0, max_connections=4)
+SHORT = HttpLimits(handshake_timeout_s=1.5, head_timeout_s=1.0, send_timeout_s=2.0, max_connections=4)
 REQUEST = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
 LAST = b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 # More bytes than the kernel's buffers and the server's hold.

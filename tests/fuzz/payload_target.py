@@ -77,7 +77,7 @@ def read_stock(payload: bytes, with_tokens: bool) -> EventBatch | None:
     The result must not depend on the layout of earlier batches, and each event must be read, or counted as broken or
     unknown.
     """
-    runs = RunReader().read(payload)
+    runs = RunReader().read([payload])
     try:
         batch = BatchDecoder().decode(payload, with_tokens=with_tokens)
     except CodecError:

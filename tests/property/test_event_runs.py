@@ -8,6 +8,7 @@ with the pass ends in the same state as without it.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from kvrouter.events.vllm.codec import BatchDecoder, CodecError, encode_batch
 from kvrouter.events.vllm.messages import GPU
-from kvrouter.events.vllm.stream_items import Batch
+from kvrouter.events.vllm.stream_items import Batch, StreamItem
 from kvrouter.events.vllm.wire import WireCleared, WireRemoved, WireStored
 from kvrouter.router.base.common.compiled import wanted
 from kvrouter.router.index.ingest.event_runs import EventRun, RunBatch, RunReader
@@ -43,12 +44,16 @@ def stored(hashes: list[Any], parent: Any, shape: tuple[Any, ...], medium: str |
     )  # fmt: skip
 
 
-def events_of(hashes: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
+def events_of(
+    hashes: st.SearchStrategy[Any],
+    shapes: st.SearchStrategy[Any] = SHAPES,
+    media: st.SearchStrategy[Any] = MEDIA,
+) -> st.SearchStrategy[list[Any]]:
     lists = st.lists(hashes, max_size=5)
     stores = st.builds(
-        stored, lists, st.none() | hashes, SHAPES, MEDIA, session_id=st.none() | st.text("ab", max_size=40)
+        stored, lists, st.none() | hashes, shapes, media, session_id=st.none() | st.text("ab", max_size=40)
     )
-    removals = st.builds(WireRemoved, lists, MEDIA, SHAPES.map(lambda shape: shape[0]))
+    removals = st.builds(WireRemoved, lists, media, shapes.map(lambda shape: shape[0]))
     return st.lists(stores | stores | removals | st.builds(WireCleared), max_size=12)
 
 
@@ -62,7 +67,7 @@ def payload_of(events: Sequence[Any], layout: str, rank: int | None) -> bytes:
 def check(payload: bytes) -> RunBatch | None:
     """Read the payload twice, the second time with known shapes, and compare both results with the decoder's."""
     reader = RunReader()
-    first, second = reader.read(payload), reader.read(payload)
+    first, second = reader.read([payload]), reader.read([payload])
     assert (first is None) == (second is None)
     if first is None or second is None:
         return None
@@ -108,6 +113,33 @@ def test_mutated_batches_are_read_alike_or_left_to_the_decoder(
     check(bytes(payload[: data.draw(st.integers(0, len(payload)))]))
 
 
+@settings(max_examples=examples(500))
+@given(
+    st.lists(
+        st.tuples(events_of(HASHES), st.sampled_from(["map", "array"]), st.sampled_from([0, 0, 1]), st.integers(0, 9)),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_batches_are_joined_up_to_the_first_that_is_not_plain_or_of_another_rank(
+    drawn: list[tuple[list[Any], str, int, int]],
+) -> None:
+    payloads = []
+    for events, layout, rank, damage in drawn:
+        payload = payload_of(events, layout, rank)
+        # One payload in ten is cut off.
+        payloads.append(payload if damage else payload[:-1])
+    joined = RunReader().read(payloads)
+    alone = [RunReader().read([payload]) for payload in payloads]
+    taken = list(itertools.takewhile(lambda run: run is not None and run.dp_rank == alone[0].dp_rank, alone))  # type: ignore[union-attr]
+    if joined is None:
+        assert taken == []
+        return
+    assert (joined.batches, joined.dp_rank) == (len(taken), drawn[0][2])
+    decoded = [event for payload in payloads[: len(taken)] for event in BatchDecoder().decode(payload).events]
+    assert sections(joined.runs) == sections(decoded)
+
+
 @given(
     st.binary(max_size=200), st.sampled_from([0x90, 0x9F, 0x8F, 0xDC, 0xDD, 0xDE, 0xDF, 0xC4, 0xC6, 0xD9, 0xDB, 0xC7])
 )
@@ -120,34 +152,65 @@ def test_no_length_leads_out_of_the_payload(tail: bytes, marker: int) -> None:
             try:
                 BatchDecoder().decode(head + body)
             except CodecError:
-                assert RunReader().read(head + body) is None
+                assert RunReader().read([head + body]) is None
             else:
                 check(head + body)
 
 
 def followed(payloads: Sequence[bytes], first_seq: int, *, by_runs: bool) -> Ingest:
+    """Follow the batches, joined and as runs, or else one by one with the general decoder."""
     ingest = live()
+    ingest.allow_ranks(frozenset({0}))
     ingest.profile.identity.standing = SchemeState.VERIFIED
+    items = deque[StreamItem](Batch(seq, payload, seq, False) for seq, payload in enumerate(payloads, first_seq))
     if not by_runs:
-        ingest.stock._reader.read = lambda payload: None  # type: ignore[method-assign]
-    for seq, payload in enumerate(payloads, first_seq):
-        ingest.apply(Batch(seq, payload, 0, False), 1.0)
+        ingest.stock._reader.read = lambda payloads: None  # type: ignore[method-assign]
+    while items:
+        ingest.apply_next(items, 1.0)
     return ingest
+
+
+SETTLED = SHAPES.filter(lambda shape: shape[0] is not None)
+FEW_HASHES = st.integers(1, 12).map(lambda n: n << 40)
+# Batches of these teach all that there is to learn of the settled shapes.
+LESSONS = [
+    [
+        stored([n << 40, n + 1 << 40], None, shape, GPU)
+        for shape in ((0, "full_attention", None), (1, "sliding_window", 64))
+    ]
+    for n in (20, 22)
+]
+
+
+def batches_of(events: st.SearchStrategy[list[Any]], ranks: Sequence[int | str | None]) -> st.SearchStrategy[Any]:
+    return st.lists(st.tuples(events, st.sampled_from(ranks)), min_size=1, max_size=24)
 
 
 @settings(max_examples=examples(300))
 @given(
-    st.lists(events_of(st.integers(1, 12).map(lambda n: n << 40)), min_size=1, max_size=12),
+    batches_of(events_of(FEW_HASHES, SETTLED, st.just(GPU)), [0])
+    | batches_of(events_of(FEW_HASHES, SETTLED, st.just(GPU)), [0, 0, 0, 0, 0, 0, None, 1, 1, "broken"])
+    | batches_of(events_of(FEW_HASHES), [0]),
     st.integers(0, 1),
     st.sampled_from(["map", "array"]),
 )
-def test_a_worker_is_known_alike_either_way(batches: list[list[Any]], first_seq: int, layout: str) -> None:
-    payloads = [payload_of(events, layout, 0) for events in batches]
+def test_a_worker_is_known_alike_either_way(
+    batches: list[tuple[list[Any], int | str | None]], first_seq: int, layout: str
+) -> None:
+    """Compare joined batches with single ones, among them batches of another rank and unreadable ones."""
+    payloads = [payload_of(events, layout, 0) for events in LESSONS] + [
+        payload_of(events, layout, 0)[:-2] if isinstance(rank, str) else payload_of(events, layout, rank)
+        for events, rank in batches
+    ]
     by_runs_ingest, decoded_ingest = (followed(payloads, first_seq, by_runs=by_runs) for by_runs in (True, False))
     assert by_runs_ingest.held.blocks.sums() == decoded_ingest.held.blocks.sums()
     assert by_runs_ingest.profile.tally == decoded_ingest.profile.tally
     assert by_runs_ingest.profile.learner.dump() == decoded_ingest.profile.learner.dump()
     assert (by_runs_ingest.state, by_runs_ingest.reason) == (decoded_ingest.state, decoded_ingest.reason)
+    assert (by_runs_ingest.held.seq, by_runs_ingest.profile.contact) == (
+        decoded_ingest.held.seq,
+        decoded_ingest.profile.contact,
+    )
     flushes = [ingest.held.take() for ingest in (by_runs_ingest, decoded_ingest)]
     changes = [
         {c.place: (set(c.added.tolist()), set(c.removed.tolist())) for c in flush.changes} for flush in flushes if flush

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -132,8 +133,8 @@ class World:
         if self.rng.random() < 0.2:
             items.insert(0, self.rng.choice([FellBehind(), Connected(), CaughtUp(), Disconnected()]))
 
-        def apply(item: Any, received_s: float) -> None:
-            self.state.ingest.apply(item, received_s)
+        def apply(items: deque[Any], received_s: float) -> None:
+            self.state.ingest.apply_next(items, received_s)
             if self.rng.random() < 0.02:
                 raise ZeroDivisionError
 

@@ -169,12 +169,12 @@ def test_the_learner_remembers_a_bounded_number_of_groups_sizes_and_shapes() -> 
 def test_the_shapes_by_which_batches_are_read_are_bounded() -> None:
     reader = RunReader()
     for first in range(0, 4 * event_runs.MAX_SHAPES, 1_000):
-        reader.read(encode_batch(1.0, [stored([1], block_size=size) for size in range(first, first + 1_000)]))
+        reader.read([encode_batch(1.0, [stored([1], block_size=size) for size in range(first, first + 1_000)])])
         assert len(reader._shapes) <= 2 * event_runs.MAX_SHAPES
     assert bool(reader._shapes) is wanted()
     shape_count = len(reader._shapes)
-    assert reader.read(encode_batch(1.0, [stored([1], block_size=size) for size in range(5_000)])) is None
-    assert reader.read(encode_batch(1.0, [stored([1], locality="x" * 10_000)])) is None
+    assert reader.read([encode_batch(1.0, [stored([1], block_size=size) for size in range(5_000)])]) is None
+    assert reader.read([encode_batch(1.0, [stored([1], locality="x" * 10_000)])]) is None
     assert len(reader._shapes) <= shape_count + event_runs.MAX_SHAPES
 
 

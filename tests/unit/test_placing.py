@@ -359,7 +359,7 @@ async def test_prompts_wait_while_all_are_saturated_and_are_served_in_their_orde
 
 
 async def test_the_queue_is_bounded_in_length_and_time() -> None:
-    stage = Stage(hit("a"), saturation_tokens=TOKENS - 1, queue_size=1, queue_deadline_s=0.05)
+    stage = Stage(hit("a"), saturation_tokens=TOKENS - 1, queue_size=1, queue_deadline_s=0.5)
     await stage.placer.place(ask(0))
     queued = asyncio.ensure_future(stage.placer.place(ask(1)))
     await settled()

@@ -108,12 +108,13 @@ class Commits:
         """Return the state that other processes should show, with the number of the lease that it belongs to."""
         return self._state.state_fields() | {META_STATE_LEASE: b"%d" % self._lease.number}
 
-    async def take_in(self, items: Sequence[T], apply: Callable[[T, float], None]) -> None:
+    async def take_in(self, items: Sequence[T], apply: Callable[[deque[T], float], None]) -> None:
         """Apply the items in turns, publish their effect after each turn, and wait for the store if it lacks too much.
 
         Args:
             items: Items of the worker's stream, all received now.
-            apply: Called with each item and the time at which the items were received.
+            apply: Applies the next item or items and takes them from the queue. Called with the queue and the time at which
+                its items were received.
         """
         received_s = self._services.clock()
         left = deque(items)
@@ -125,7 +126,7 @@ class Commits:
         finally:
             del unapplied_since_s[self._state.tag]
 
-    async def _take_in_turns(self, left: deque[T], received_s: float, apply: Callable[[T, float], None]) -> None:
+    async def _take_in_turns(self, left: deque[T], received_s: float, apply: Callable[[deque[T], float], None]) -> None:
         turns, clock = self._services.turns, self._services.clock
         while left:
             await turns.wait()
@@ -137,12 +138,14 @@ class Commits:
                 turns.spend(clock() - begun_s)
             await self._wait_for_store()
 
-    def _apply_some(self, left: deque[T], received_s: float, apply: Callable[[T, float], None], until_s: float) -> None:
+    def _apply_some(
+        self, left: deque[T], received_s: float, apply: Callable[[deque[T], float], None], until_s: float
+    ) -> None:
         state, clock = self._state, self._services.clock
         room_blocks = MAX_PENDING_BLOCKS - self.unwritten_blocks
         try:
             while left and clock() < until_s:
-                apply(left.popleft(), received_s)
+                apply(left, received_s)
                 if state.ingest.held.blocks.pending_blocks > room_blocks:
                     break
         finally:

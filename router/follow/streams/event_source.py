@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 
@@ -166,8 +167,9 @@ class EventSource:
             self._state.on_greeted(hello)
 
     async def _receive(self, subscriber: Subscriber, connected: asyncio.Event) -> None:
-        def apply(item: StreamItem, received_s: float) -> None:
-            self._state.ingest.apply(item, received_s)
+        def apply(items: deque[StreamItem], received_s: float) -> None:
+            item = items[0]
+            self._state.ingest.apply_next(items, received_s)
             if isinstance(item, Connected):
                 connected.set()
                 self._engine.ask_now()
@@ -178,9 +180,9 @@ class EventSource:
     async def _receive_reports(self, reports: ReportSubscriber, lost: asyncio.Event) -> None:
         giving_up: asyncio.TimerHandle | None = None
 
-        def apply(item: ReportItem, received_s: float) -> None:
+        def apply(items: deque[ReportItem], received_s: float) -> None:
             nonlocal giving_up
-            ingest = self._state.ingest
+            item, ingest = items.popleft(), self._state.ingest
             ingest.apply(item, received_s)
             if isinstance(item, PatchSilent | PatchHeard) and giving_up is not None:
                 giving_up.cancel()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fallback for `batch_scan.pyx`, which reads a whole payload of plain events in one compiled pass.
+"""The fallback for `batch_scan.pyx`, which reads payloads of plain events in one compiled pass.
 
 The compiled module creates no object per event. Where there was no C compiler, this fallback leaves every batch to the
 general decoder, which reads the same from it.
@@ -24,16 +24,17 @@ ScannedRun: TypeAlias = tuple[Shape, U64, int, U64]
 
 
 def scan(
-    payload: bytes, shapes: dict[bytes, Shape], read: Callable[[bytes], Event | None]
-) -> tuple[int | None, list[ScannedRun | Event]] | None:
-    """Return the rank of a batch and its runs and single events, in order, or None to leave it to the general decoder.
+    payloads: list[bytes], shapes: dict[bytes, Shape], read: Callable[[bytes], Event | None]
+) -> tuple[int | None, int, list[ScannedRun | Event]] | None:
+    """Read the first of consecutive batches, and with it those after it that are plain and name the same rank.
 
-    A run holds events of one kind that differ only in hashes, parent, tokens and fields of the request (LoRA, session,
-    salt, extra keys). Between two single events, and between stores and removals, the runs are in the order of their
-    first events.
+    Returns their rank, how many batches they are, and their runs and single events, in order; None to leave the first
+    batch to the general decoder. A run holds events of one kind that differ only in hashes, parent, tokens and fields of
+    the request (LoRA, session, salt, extra keys). Between two single events, and between stores and removals, the runs
+    are in the order of their first events.
 
     Args:
-        payload: The batch in its wire form.
+        payloads: The batches in their wire form.
         shapes: The shapes that were read before, by the bytes that identify a shape. The scan adds new ones.
         read: Decodes one event; returns None for an event that is not plain.
     """

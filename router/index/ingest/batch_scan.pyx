@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pass over a batch of events in their wire form; `batch_scan.py` describes the call.
+"""One pass over batches of events in their wire form; `batch_scan.py` describes the call.
 
 The scan knows where values begin and end, and reads hashes and parents. The general decoder interprets the other fields
 of an event, once for each shape. A batch that is not exactly as expected is left to that decoder as a whole. No byte
@@ -255,12 +255,13 @@ cdef object without_blocks(object event):
 
 
 cdef class Scan:
-    """The scan of one payload, which must outlive it."""
+    """The scan of consecutive payloads, which must outlive it."""
 
     cdef Reader reader
     cdef Room room
     cdef Event *events
     cdef size_t event_count
+    cdef size_t events_size
     cdef Run *runs
     cdef int run_count
     # Runs from here on may take further events.
@@ -271,13 +272,19 @@ cdef class Scan:
     # The event that stands for the shape of each run, and the single events with the number of runs before each.
     cdef list heads
     cdef list singles
+    # The first event, run and single event of the payload that was begun last.
+    cdef size_t first_event
+    cdef int first_run
+    cdef int first_single
 
     def __cinit__(self):
         self.room.size = 1024
         self.room.hashes = <uint64_t *>malloc(self.room.size * sizeof(uint64_t))
         self.runs_size = 8
         self.runs = <Run *>malloc(self.runs_size * sizeof(Run))
-        if self.room.hashes == NULL or self.runs == NULL:
+        self.events_size = 64
+        self.events = <Event *>malloc(self.events_size * sizeof(Event))
+        if self.room.hashes == NULL or self.runs == NULL or self.events == NULL:
             raise MemoryError
         self.heads = []
         self.singles = []
@@ -312,36 +319,88 @@ cdef class Scan:
         self.runs[run].events = self.runs[run].hashes = self.runs[run].roots = 0
         return run
 
-    cdef list read(self, bytes payload, size_t count, dict shapes, object read):
-        """Return all runs and single events, or None to leave the batch to the general decoder."""
+    cdef bint has_room(self, size_t count) noexcept:
+        """Return whether there is room for as many further events."""
+        cdef size_t size = self.events_size
+        cdef void *moved
+        while size < self.event_count + count:
+            size *= 2
+        if size > self.events_size:
+            moved = realloc(self.events, size * sizeof(Event))
+            if moved == NULL:
+                return False
+            self.events, self.events_size = <Event *>moved, size
+        return True
+
+    cdef begin(self, bytes payload):
+        """Begin to read a payload, which `drop` can undo."""
+        self.reader.at = <const uint8_t *>PyBytes_AS_STRING(payload)
+        self.reader.end = self.reader.at + len(payload)
+        self.first_event, self.first_run, self.first_single = self.event_count, self.run_count, len(self.singles)
+
+    cdef drop(self):
+        """Forget everything of the payload that was begun last. No other payload can follow."""
+        cdef Event *event
+        while self.event_count > self.first_event:
+            self.event_count -= 1
+            event = &self.events[self.event_count]
+            self.runs[event.run].events -= 1
+            self.runs[event.run].hashes -= event.hashes
+            self.runs[event.run].roots -= event.is_root
+        self.run_count = self.first_run
+        del self.heads[self.first_run :]
+        del self.singles[self.first_single :]
+
+    cdef tuple read(self, dict shapes, object read):
+        """Read a payload, and return its rank in a tuple, or None to leave it to the general decoder."""
+        cdef size_t fields, count
+        cdef uint64_t rank_value
+        rank = None
+        if not read_array(&self.reader, &fields) or not 2 <= fields <= 3:
+            return None
+        if left(&self.reader) < 9 or self.reader.at[0] != 0xCB:
+            return None
+        self.reader.at += 9
+        if not read_array(&self.reader, &count) or not self.read_events(count, shapes, read):
+            return None
+        if fields == 3:
+            if left(&self.reader) == 1 and self.reader.at[0] == 0xC0:
+                self.reader.at += 1
+            elif left(&self.reader) >= 1 and (self.reader.at[0] < 0x80 or 0xCC <= self.reader.at[0] <= 0xCE):
+                if not read_integer(&self.reader, &rank_value):
+                    return None
+                rank = rank_value
+            else:
+                return None
+        return (rank,) if self.reader.at == self.reader.end else None
+
+    cdef bint read_events(self, size_t count, dict shapes, object read) except -1:
+        """Read all events of a payload; return False to leave it to the general decoder."""
         cdef Found found
         cdef size_t i
         cdef int kind, run
         cdef const uint8_t *start
         cdef Event *event
-        if count > left(&self.reader) // MIN_EVENT_BYTES:
-            return None
-        self.events = <Event *>malloc((count + 1) * sizeof(Event))
-        if self.events == NULL:
-            return None
+        if count > left(&self.reader) // MIN_EVENT_BYTES or not self.has_room(count):
+            return False
         for i in range(count):
             start = self.reader.at
             kind = read_event(&self.reader, &found, &self.room)
             if kind < 0:
-                return None
+                return False
             if kind == 1:
                 run = self.run_of(&found)
                 if run >= MAX_RUNS:
-                    return None
+                    return False
                 if run == len(self.heads):
                     key = shape_key(&found)
                     if len(key) > MAX_SHAPE_BYTES:
-                        return None
+                        return False
                     head = shapes.get(key)
                     if head is None:
                         head = read(PyBytes_FromStringAndSize(<const char *>start, self.reader.at - start))
                         if head is None:
-                            return None
+                            return False
                         if type(head) is BlockRemoved or (type(head) is BlockStored and head.medium == "GPU"):
                             head = shapes[key] = without_blocks(head)
                         else:
@@ -354,7 +413,7 @@ cdef class Scan:
             else:
                 head = read(PyBytes_FromStringAndSize(<const char *>start, self.reader.at - start))
                 if head is None:
-                    return None
+                    return False
                 self.add_single(head)
             if kind == 1:
                 event = &self.events[self.event_count]
@@ -365,7 +424,7 @@ cdef class Scan:
                 self.runs[run].hashes += found.hashes
                 self.runs[run].roots += event.is_root
                 self.last_run = run
-        return self.collect()
+        return True
 
     cdef add_single(self, object event):
         self.singles.append((self.run_count, event))
@@ -402,30 +461,18 @@ cdef class Scan:
         return runs
 
 
-def scan(bytes payload not None, dict shapes not None, object read):
+def scan(list payloads not None, dict shapes not None, object read):
     cdef Scan state = Scan()
-    cdef size_t fields, count
-    cdef uint64_t rank_value
-    state.reader.at = <const uint8_t *>PyBytes_AS_STRING(payload)
-    state.reader.end = state.reader.at + len(payload)
-    if not read_array(&state.reader, &fields) or not 2 <= fields <= 3:
-        return None
-    if left(&state.reader) < 9 or state.reader.at[0] != 0xCB:
-        return None
-    state.reader.at += 9
-    if not read_array(&state.reader, &count):
-        return None
-    runs = state.read(payload, count, shapes, read)
-    if runs is None:
-        return None
+    cdef int taken = 0
     rank = None
-    if fields == 3:
-        if left(&state.reader) == 1 and state.reader.at[0] == 0xC0:
-            state.reader.at += 1
-        elif left(&state.reader) >= 1 and (state.reader.at[0] < 0x80 or 0xCC <= state.reader.at[0] <= 0xCE):
-            if not read_integer(&state.reader, &rank_value):
-                return None
-            rank = rank_value
-        else:
-            return None
-    return (rank, runs) if state.reader.at == state.reader.end else None
+    for payload in payloads:
+        if payload is None:
+            raise TypeError("a payload is bytes, not None")
+        state.begin(payload)
+        named = state.read(shapes, read)
+        if named is None or (taken and named[0] != rank):
+            state.drop()
+            break
+        rank = named[0]
+        taken += 1
+    return (rank, taken, state.collect()) if taken else None

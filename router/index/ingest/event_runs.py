@@ -31,9 +31,11 @@ class EventRun(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 class RunBatch(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """An `EventBatch` of which every event could be read."""
+    """One `EventBatch` of which every event could be read, or several consecutive ones, joined."""
 
     dp_rank: int | None
+    # The number of batches.
+    batches: int
     # Events of other kinds stand alone, in their place.
     runs: list[EventRun | Event]
 
@@ -44,12 +46,12 @@ class RunReader:
     def __init__(self) -> None:
         self._shapes: dict[bytes, BlockStored | BlockRemoved] = {}
 
-    def read(self, payload: bytes) -> RunBatch | None:
-        """Return the batch as runs, or None to leave it to `BatchDecoder`."""
+    def read(self, payloads: list[bytes]) -> RunBatch | None:
+        """Return the first batches, all of one rank, as runs, or None to leave the first one to `BatchDecoder`."""
         if len(self._shapes) > MAX_SHAPES:
             self._shapes.clear()
-        scanned = scan(payload, self._shapes, read_event)
+        scanned = scan(payloads, self._shapes, read_event)
         if scanned is None:
             return None
-        rank, runs = scanned
-        return RunBatch(rank, [EventRun(*run) if isinstance(run, tuple) else run for run in runs])
+        rank, batches, runs = scanned
+        return RunBatch(rank, batches, [EventRun(*run) if isinstance(run, tuple) else run for run in runs])

@@ -7,6 +7,7 @@ Pure: no sockets, no Redis, no clock of its own.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias, get_args
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from kvrouter.events.patch.items import ReportItem
 from kvrouter.events.transport.progress import CaughtUp, FellBehind
 from kvrouter.events.vllm.codec import BatchDecoder
-from kvrouter.events.vllm.stream_items import Connected, Disconnected, ResumePoint, StreamItem
+from kvrouter.events.vllm.stream_items import Batch, Connected, Disconnected, ResumePoint, StreamItem
 from kvrouter.router.base.common.ids import Place
 from kvrouter.router.index.ingest.engine_liveness import (
     EngineAbsent,
@@ -128,6 +129,14 @@ class Ingest:
         contact.next_seq_s = contact.reported_start_s = None
         if not contact.missing:
             self.profile.wait_for(incident)
+
+    def apply_next(self, items: deque[StreamItem], now: float) -> None:
+        """Apply the next item of the engine's own topic, or the next batches at once, and take it from the queue."""
+        if isinstance(items[0], Batch):
+            for _ in range(self.stock.apply_batches(items, now)):
+                items.popleft()
+        else:
+            self.apply(items.popleft(), now)
 
     def apply(self, item: StreamItem | ReportItem, now: float) -> None:
         """Apply the next item of either stream at `now`, in seconds of a monotonic clock."""

@@ -192,7 +192,7 @@ class PatchFeed:
             if len(hashes):
                 runs.add(Place(event.group_idx, event.medium, event.ownership), stores, hashes)
         runs.end()
-        self._epoch.advance(seq)
+        self._epoch.advance(seq, seq)
 
     def _learn(self, event: ReportStored, hashes: NDArray[np.uint64]) -> None:
         # In a report, a chunk of the offload tier is one hash, so its size says nothing, as with a placeholder.

@@ -46,6 +46,10 @@ AnEvent = TypeVar("AnEvent", bound=Event)
 # leave ghost blocks behind, so the epoch is voided.
 REMOVING_TAGS = frozenset({None, "BlockRemoved", "AllBlocksCleared"})
 
+# Plain batches that are applied as one. They take less than a millisecond together, and answers wait meanwhile.
+MAX_JOINED_BATCHES = 64
+MAX_JOINED_BYTES = 1 << 16
+
 # The most combinations of group, medium, block size, kind and window that are remembered, because a stored block of a
 # known combination usually shows nothing new about the catalog. An engine has some ten combinations.
 MAX_SHAPES = 1_024
@@ -64,16 +68,34 @@ class StockFeed:
         self._contact = epoch.profile.contact
         self._decoder = decoder
         self._reader = RunReader()
+        # The number of next batches that are applied one by one, because one of them is not plain.
+        self._one_by_one = 0
         # Shapes that `_learner` has seen.
         self.known_shapes: set[tuple[object, ...]] = set()
         self._learner = epoch.profile.learner
+
+    def apply_batches(self, items: Sequence[StreamItem | ReportItem], now: float) -> int:
+        """Apply the batches with which the items begin, at least one of them, and return how many were applied.
+
+        Plain batches are applied together, because a message of one block costs more on its own than its block does.
+        """
+        batches: list[Batch] = []
+        most, room_bytes = 1 if self._one_by_one else MAX_JOINED_BATCHES, MAX_JOINED_BYTES
+        for item in items:
+            if not isinstance(item, Batch):
+                break
+            batches.append(item)
+            room_bytes -= len(item.payload)
+            if room_bytes <= 0 or len(batches) >= most:
+                break
+        return self._batches(batches, now)
 
     def apply(self, item: StreamItem | ReportItem, now: float) -> None:
         """Apply the next item at `now`, in seconds of a monotonic clock."""
         profile, contact = self._profile, self._contact
         events = profile.registration.events
         if isinstance(item, Batch):
-            self._batch(item, now)
+            self._batches([item], now)
         elif isinstance(item, Connected):
             contact.linked, contact.flood = True, ""
             self._connected()
@@ -209,52 +231,65 @@ class StockFeed:
                 f"replay failed ({item.reason}); suspect until it answers, or the next batch comes and voids"
             )
 
-    def _batch(self, item: Batch, now: float) -> None:
+    def _batches(self, items: Sequence[Batch], now: float) -> int:
+        """Apply the first batch, and the next ones with it if all of them are plain; return how many were applied."""
         profile, contact, epoch = self._profile, self._contact, self._epoch
         if contact.expired:
-            return
+            return len(items)
+        first = items[0]
         if contact.reported_start_s is not None:
             # The engine still sends batches over the same connection, so its process is the one that answered over
             # HTTP.
             contact.process_start_s, contact.reported_start_s = contact.reported_start_s, None
         if contact.next_seq_s is not None and now - contact.next_seq_s > SAME_PROCESS_WAIT_S:
-            self._void_unproven(item.seq, "the engine's HTTP did not say that its process is the same")
+            self._void_unproven(first.seq, "the engine's HTTP did not say that its process is the same")
         contact.last_event_s = now
-        profile.tally.batches += 1
+        count = 1
         try:
-            batch = self._read_runs(item) or self._decoder.decode(
-                item.payload, with_tokens=profile.identity.wants_tokens
-            )
+            batch: EventBatch | RunBatch | None = self._read_runs(items)
+            if isinstance(batch, RunBatch):
+                count = batch.batches
+            else:
+                batch = self._decoder.decode(first.payload, with_tokens=profile.identity.wants_tokens)
         except CodecError as error:
             profile.tally.broken += 1
             profile.learner.miss_event()
-            self._void_blocks(f"batch {item.seq} could not be decoded ({error}); residency before it was dropped")
+            self._void_blocks(f"batch {first.seq} could not be decoded ({error}); residency before it was dropped")
         else:
             if profile.is_own(batch.dp_rank):
                 profile.ranks.skips = False
-                if item.seq == 0:
+                if first.seq == 0:
                     profile.learner.begin_life()
                 self._take(batch)
             else:
-                self._skip()
+                self._skip(count)
+        profile.tally.batches += count
+        self._one_by_one = max(0, self._one_by_one - count)
         # The batch may arrive before the item about its connection.
         contact.linked = True
         profile.settle()
-        contact.fingerprint = item.fingerprint
-        epoch.advance(item.seq)
+        last = items[count - 1]
+        contact.fingerprint = last.fingerprint
+        epoch.advance(first.seq, last.seq)
+        return count
 
-    def _read_runs(self, item: Batch) -> RunBatch | None:
-        """Return the batch as runs, or None if an event may teach something or is not plain."""
+    def _read_runs(self, items: Sequence[Batch]) -> RunBatch | None:
+        """Return the first batches as runs, or None if an event may teach something or the first one is not plain."""
         profile, learner = self._profile, self._profile.learner
         if learner is not self._learner:
             self._learner = learner
             self.known_shapes.clear()
         # The first stores of a life, which begins with seq 0, teach more than later ones.
-        teaches = item.seq == 0 or profile.identity.wants_tokens or learner.in_doubt or learner.wants_parents
+        teaches = items[0].seq == 0 or profile.identity.wants_tokens or learner.in_doubt or learner.wants_parents
         if teaches:
             return None
-        batch = self._reader.read(item.payload)
-        return batch if batch is not None and all(map(self._is_known, batch.runs)) else None
+        batch = self._reader.read([item.payload for item in items])
+        if batch is None or all(map(self._is_known, batch.runs)):
+            return batch
+        if batch.batches == 1:
+            return None
+        self._one_by_one = batch.batches
+        return self._read_runs(items[:1])
 
     def _is_known(self, run: EventRun | Event) -> bool:
         event = run.event if isinstance(run, EventRun) else run
@@ -263,9 +298,9 @@ class StockFeed:
             return _shape(event) in self.known_shapes
         return isinstance(event, AllBlocksCleared) or self._learner.knows(event.group_idx)
 
-    def _skip(self) -> None:
-        """Leave out a batch of another rank; the blocks held from before it cannot be trusted either."""
-        self._profile.tally.foreign += 1
+    def _skip(self, count: int) -> None:
+        """Leave out batches of another rank; the blocks held from before them cannot be trusted either."""
+        self._profile.tally.foreign += count
         self._profile.learner.miss_event()
         if not self._profile.ranks.skips:
             self._void_blocks("")

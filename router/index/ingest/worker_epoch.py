@@ -27,12 +27,12 @@ class WorkerEpoch:
         self._first_seq: int | None = None
         self.blocks = Residency()
 
-    def advance(self, seq: int) -> None:
-        """Note that everything up to `seq` was applied."""
+    def advance(self, first_seq: int, last_seq: int) -> None:
+        """Note that the batches from `first_seq` to `last_seq`, and all before them, were applied."""
         self.profile.tally.refused = self.blocks.refused_blocks
         if self._first_seq is None:
-            self._first_seq = seq
-        self.seq = seq
+            self._first_seq = first_seq
+        self.seq = last_seq
 
     def can_jump(self, seq: int) -> bool:
         """Return whether `jump` to `seq` continues this epoch."""
