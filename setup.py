@@ -40,7 +40,7 @@ DIRECTIVES = {
 def extensions() -> list[Extension]:
     """Return the modules that are compiled."""
     typed = [path.with_suffix(".py") for path in Path("router").rglob("*.pxd")]
-    sources = sorted([*typed, *Path("router").rglob("*.pyx")])
+    sources = sorted([*typed, *Path("router").rglob("*.pyx"), *Path("events").rglob("*.pyx")])
     names = [".".join(("kvrouter", *path.with_suffix("").parts)) for path in sources]
     # Cython writes the source of the shared module.
     written = Path(*SHARED.split(".")).with_suffix(".c")

@@ -151,9 +151,9 @@ class SourcesWithEvents(sdist):
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
         """Make the tree that becomes the archive, with `events`; a build before this one may have listed it outside."""
         super().make_release_tree(base_dir, [name for name in files if Path(name).resolve().is_relative_to(HERE)])
-        shutil.copytree(
-            EVENTS, Path(base_dir, "events"), ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
-        )
+        # The compiled module's fallback runs in the patch.
+        ignored = shutil.ignore_patterns("__pycache__", "*.pyx", "*.so", "*.c")
+        shutil.copytree(EVENTS, Path(base_dir, "events"), ignore=ignored, dirs_exist_ok=True)
 
 
 if __name__ == "__main__":

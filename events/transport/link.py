@@ -18,6 +18,7 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from kvrouter.events.transport import libzmq
 from kvrouter.events.transport.curve import CurveClient
 from kvrouter.events.transport.flood_watch import SLACK_BYTES, FloodWatch, Inflow, InflowLimits, received_bytes
 from kvrouter.events.transport.settings import LinkSettings
@@ -27,8 +28,8 @@ log = logging.getLogger(__name__)
 NEWS = zmq.Event.CONNECTED | zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_AUTH
 # Messages of both streams have three or four frames; reading 200,000 takes seconds.
 MAX_FRAMES = 16
-# As a number, and frames instead of RCVMORE, because pyzmq looks up each option and flag in an enum: of the three
-# microseconds that a message of three frames takes to receive, that is one.
+# As a number, and frames instead of RCVMORE, because pyzmq looks up each option and flag in an enum, for a microsecond a
+# message.
 NOBLOCK = int(zmq.NOBLOCK)
 
 
@@ -101,30 +102,8 @@ class Link:
 
     def receive(self) -> list[bytes] | None:
         """Return the next message's frames, or None if no message waits."""
-        socket = self._socket
-        if socket is None:
-            return None
-        try:
-            frame = socket.recv(NOBLOCK, copy=False)
-        except zmq.Again:
-            self._is_read = True
-            return None
-        self._is_read = False
-        content = frame.bytes
-        frames, size_bytes = [content], len(content)
-        while frame.more:
-            if len(frames) == MAX_FRAMES:
-                self._end_flood(f"a message has more than {MAX_FRAMES} frames")
-                return None
-            frame = socket.recv(NOBLOCK, copy=False)
-            content = frame.bytes
-            frames.append(content)
-            size_bytes += len(content)
-        self._delivered_bytes += size_bytes
-        if size_bytes > self._limits.max_message_bytes + SLACK_BYTES:
-            self._end_flood(f"a message has {size_bytes} bytes, and at most {self._limits.max_message_bytes} are read")
-            return None
-        return frames
+        messages = self.take(1, 1)
+        return messages[0] if messages else None
 
     def read(self, handle: Callable[[list[bytes]], None], most: int, most_bytes: int) -> bool:
         """Handle messages until none is left (returns False) or the budget is spent (returns True).
@@ -134,16 +113,28 @@ class Link:
             most: The budget of messages.
             most_bytes: The budget of bytes in the messages' last frames.
         """
-        receive = self.receive
-        for _ in range(most):
-            frames = receive()
-            if frames is None:
-                return False
+        for frames in self.take(most, most_bytes):
             handle(frames)
-            most_bytes -= len(frames[-1])
-            if most_bytes <= 0:
-                break
-        return True
+        return not self._is_read
+
+    def take(self, most: int, most_bytes: int) -> list[list[bytes]]:
+        """Return the messages that wait, within both budgets."""
+        socket = self._socket
+        if socket is None:
+            self._is_read = True
+            return []
+        limits = most, most_bytes, MAX_FRAMES, self._limits.max_message_bytes + SLACK_BYTES
+        messages, ended, size_bytes = libzmq.read(socket, *limits) or _read(socket, *limits)
+        self._delivered_bytes += size_bytes
+        self._is_read = ended == libzmq.EMPTY
+        if ended == libzmq.FRAMES:
+            self._end_flood(f"a message has more than {MAX_FRAMES} frames")
+        elif ended == libzmq.SIZE:
+            self._end_flood(f"a message has more than {self._limits.max_message_bytes} bytes")
+        elif ended == libzmq.FAILED and not messages:
+            # pyzmq raises the error.
+            messages = _read(socket, 1, 1, *limits[2:])[0]
+        return messages
 
     def send(self, *frames: bytes) -> None:
         """Queue a message. It is dropped if a thousand wait already, as they do for a peer that never reads."""
@@ -299,3 +290,30 @@ class Link:
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(settings.ping_answer_s * 1000))
         if self.endpoint.startswith("tcp://["):
             socket.setsockopt(zmq.IPV6, 1)
+
+
+def _read(
+    socket: zmq.Socket[bytes], most: int, most_bytes: int, max_frames: int, max_message_bytes: int
+) -> tuple[list[list[bytes]], int, int]:
+    """Read as `libzmq.read` does, by pyzmq. Raises zmq.ZMQError."""
+    messages: list[list[bytes]] = []
+    total_bytes = 0
+    while len(messages) < most and most_bytes > 0:
+        frames: list[bytes] = []
+        size_bytes, more = 0, True
+        while more:
+            if len(frames) == max_frames:
+                return messages, libzmq.FRAMES, total_bytes
+            try:
+                frame = socket.recv(NOBLOCK, copy=False)
+            except zmq.Again:
+                return messages, libzmq.EMPTY, total_bytes
+            frames.append(frame.bytes)
+            size_bytes += len(frames[-1])
+            total_bytes += len(frames[-1])
+            more = frame.more
+        if size_bytes > max_message_bytes:
+            return messages, libzmq.SIZE, total_bytes
+        messages.append(frames)
+        most_bytes -= len(frames[-1])
+    return messages, libzmq.SPENT, total_bytes

@@ -110,6 +110,10 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
 
     def live(self, seq: int, payload: bytes) -> None:
         """Handle a batch from the live socket; 0 <= seq < 2**63."""
+        if seq == self._expected and self.request is None and not (self._to_prove or self._behind or self._gap):
+            # Nearly every batch is the next one of a stream in order.
+            self._hand(Batch(seq, payload, fingerprint(payload), replayed=False))
+            return
         if self._to_prove and self._replay and self._replay_works:
             # The batch arrived before the news of its connection.
             self._begin_proof()

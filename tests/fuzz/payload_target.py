@@ -92,6 +92,9 @@ def read_stock(payload: bytes, with_tokens: bool) -> EventBatch | None:
     if runs is not None:
         assert (runs.dp_rank, [], 0) == (lean.dp_rank, lean.broken, lean.unknown)
         assert sections(runs.runs) == sections(lean.events)
+        joined = RunReader().read([payload, payload])
+        assert joined is not None and joined.batches == 2
+        assert sections(joined.runs) == sections([*lean.events, *lean.events])
     assert len(lean.events) + len(lean.broken) == len(batch.events) + len(batch.broken)
     try:
         fields = msgspec.msgpack.decode(payload)

@@ -84,7 +84,8 @@ def build(folder: Path) -> Path:
     subprocess.run([*pip, "install", *options, str(clone)], env={**os.environ, "KVROUTER_SANITIZE": "1"}, check=True)
     missing = [
         path
-        for path in (ROOT / "router").rglob("*.p[xy][dx]")
+        for wing in ("events", "router")
+        for path in (ROOT / wing).rglob("*.p[xy][dx]")
         if not list((site / "kvrouter" / path.relative_to(ROOT)).parent.glob(f"{path.stem}.*.so"))
     ]
     if missing:

@@ -66,7 +66,7 @@ def modules(names: Iterable[str]) -> set[str]:
 
 def typed() -> set[str]:
     """Return the modules that setup.py compiles from this project's sources."""
-    sources = ROOT.glob("router/**/*.p[xy][dx]")
+    sources = [path for wing in ("events", "router") for path in ROOT.glob(f"{wing}/**/*.p[xy][dx]")]
     return {f"kvrouter/{path.relative_to(ROOT).with_suffix('')}" for path in sources}
 
 

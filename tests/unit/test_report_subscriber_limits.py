@@ -214,7 +214,7 @@ async def test_a_fatal_socket_error_reaches_the_consumer(context: Context, monke
         def broken(*_: object) -> None:
             raise zmq.ZMQError(zmq.ETERM)
 
-        monkeypatch.setattr("kvrouter.events.transport.link.Link.receive", broken)
+        monkeypatch.setattr("kvrouter.events.transport.link.Link.take", broken)
         reporter.beat()
         with pytest.raises(zmq.ZMQError):
             await stream.until_kind(HeartbeatSeen)
