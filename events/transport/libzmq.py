@@ -25,7 +25,7 @@ def read(
     Args:
         socket: A socket of pyzmq.
         most: The budget of messages.
-        most_bytes: The budget of bytes in the messages' last frames.
+        most_bytes: The budget of bytes in the messages.
         max_frames: The most frames of a message.
         max_message_bytes: The most bytes of a message.
     """

@@ -9,7 +9,6 @@ every socket is left to pyzmq.
 import ctypes
 
 import zmq
-from zmq.backend.cython import _zmq
 
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.errno cimport EAGAIN, EINTR
@@ -54,6 +53,8 @@ def _load():
     if zmq.zmq_version_info()[0] != 4:
         return
     try:
+        from zmq.backend.cython import _zmq
+
         library = ctypes.CDLL(_zmq.__file__)
         msg_init = <Take><uintptr_t>_address(library, "zmq_msg_init")
         msg_close = <Take><uintptr_t>_address(library, "zmq_msg_close")
@@ -62,7 +63,7 @@ def _load():
         msg_data = <Data><uintptr_t>_address(library, "zmq_msg_data")
         msg_size = <Size><uintptr_t>_address(library, "zmq_msg_size")
         last_errno = <Errno><uintptr_t>_address(library, "zmq_errno")
-    except (OSError, AttributeError):
+    except (ImportError, OSError, AttributeError):
         return
     is_loaded = True
 
@@ -83,6 +84,9 @@ cdef int read_one(void *handle, list frames, int max_frames, size_t max_bytes, s
         if msg_recv(&message, handle, DONTWAIT) < 0:
             error = last_errno()
             msg_close(&message)
+            if error == EINTR:
+                # A signal came; the next frame still waits.
+                continue
             if error == EAGAIN and not frames:
                 return C_EMPTY
             return C_FAILED
@@ -110,5 +114,5 @@ def read(socket, int most, Py_ssize_t most_bytes, int max_frames, size_t max_mes
         if ended == C_SPENT:
             messages.append(frames)
             most -= 1
-            most_bytes -= len(<bytes>frames[len(frames) - 1])
+            most_bytes -= <Py_ssize_t>size
     return messages, ended, total

@@ -111,7 +111,7 @@ class Link:
         Args:
             handle: Called with the frames of each message. It must not close this link.
             most: The budget of messages.
-            most_bytes: The budget of bytes in the messages' last frames.
+            most_bytes: The budget of bytes in the messages.
         """
         for frames in self.take(most, most_bytes):
             handle(frames)
@@ -125,15 +125,15 @@ class Link:
             return []
         limits = most, most_bytes, MAX_FRAMES, self._limits.max_message_bytes + SLACK_BYTES
         messages, ended, size_bytes = libzmq.read(socket, *limits) or _read(socket, *limits)
+        if ended == libzmq.FAILED and not messages:
+            # pyzmq raises the error.
+            messages, ended, size_bytes = _read(socket, *limits)
         self._delivered_bytes += size_bytes
         self._is_read = ended == libzmq.EMPTY
         if ended == libzmq.FRAMES:
             self._end_flood(f"a message has more than {MAX_FRAMES} frames")
         elif ended == libzmq.SIZE:
             self._end_flood(f"a message has more than {self._limits.max_message_bytes} bytes")
-        elif ended == libzmq.FAILED and not messages:
-            # pyzmq raises the error.
-            messages = _read(socket, 1, 1, *limits[2:])[0]
         return messages
 
     def send(self, *frames: bytes) -> None:
@@ -295,7 +295,7 @@ class Link:
 def _read(
     socket: zmq.Socket[bytes], most: int, most_bytes: int, max_frames: int, max_message_bytes: int
 ) -> tuple[list[list[bytes]], int, int]:
-    """Read as `libzmq.read` does, by pyzmq. Raises zmq.ZMQError."""
+    """Read as `libzmq.read` does, by pyzmq. Raises zmq.ZMQError if that comes before any message."""
     messages: list[list[bytes]] = []
     total_bytes = 0
     while len(messages) < most and most_bytes > 0:
@@ -308,6 +308,10 @@ def _read(
                 frame = socket.recv(NOBLOCK, copy=False)
             except zmq.Again:
                 return messages, libzmq.EMPTY, total_bytes
+            except zmq.ZMQError:
+                if messages:
+                    return messages, libzmq.FAILED, total_bytes
+                raise
             frames.append(frame.bytes)
             size_bytes += len(frames[-1])
             total_bytes += len(frames[-1])
@@ -315,5 +319,5 @@ def _read(
         if size_bytes > max_message_bytes:
             return messages, libzmq.SIZE, total_bytes
         messages.append(frames)
-        most_bytes -= len(frames[-1])
+        most_bytes -= size_bytes
     return messages, libzmq.SPENT, total_bytes

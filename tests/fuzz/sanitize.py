@@ -40,7 +40,7 @@ SOURCES = (
 PROPERTIES = (
     *("test_chain_hash.py", "test_page_hash.py", "test_hit_rule.py", "test_sglang_rule.py", "test_long_prompts.py"),
     *("test_numbers.py", "test_query_template.py", "test_residency.py", "test_tables.py", "test_plain_head.py"),
-    *("test_held_runs.py", "test_events_codec.py"),
+    *("test_held_runs.py", "test_events_codec.py", "test_event_runs.py", "test_libzmq.py"),
 )
 FAULT = "int main(int argc, char **argv) { char *page = __builtin_malloc(8); return page[8 + argc]; }"
 UNDEFINED = "int main(int argc, char **argv) { return (2147483647 + argc) & 1; }"

@@ -21,7 +21,7 @@ SLOW = (
     "{} not compiled, so questions and events take up to 90 times longer: install a wheel of this platform, or install "
     "again with a C compiler and without KVROUTER_COMPILE=0 (in a clone: make .venv/installed)"
 )
-WINGS = [Path(__file__).parents[3] / wing for wing in ("events", "router")]
+SOURCES = [Path(__file__).parents[3] / folder for folder in ("events", "router")]
 
 
 class SourceFinder:
@@ -43,7 +43,7 @@ class SourceFinder:
 @functools.cache
 def caution() -> str | None:
     """Return a warning with the fix if modules run uncompiled, else None. It names them if others are compiled."""
-    typed = [path.with_suffix("") for wing in WINGS for kind in ("*.pxd", "*.pyx") for path in wing.rglob(kind)]
+    typed = [path.with_suffix("") for folder in SOURCES for kind in ("*.pxd", "*.pyx") for path in folder.rglob(kind)]
     plain = [path.name for path in typed if not (wanted() and Path(f"{path}{EXTENSION_SUFFIXES[0]}").exists())]
     if not plain:
         return None

@@ -19,14 +19,16 @@ U64 = NDArray[np.uint64]
 
 Shape: TypeAlias = BlockStored | BlockRemoved
 # (the fields that all events share, the hashes of all events, the number of events, the first hash of each event that
-# stores blocks without a parent)
-ScannedRun: TypeAlias = tuple[Shape, U64, int, U64]
+# stores blocks without a parent, whether an event has several hashes)
+ScannedRun: TypeAlias = tuple[Shape, U64, int, U64, bool]
 
 
 def scan(
     payloads: list[bytes], shapes: dict[bytes, Shape], read: Callable[[bytes], Event | None]
 ) -> tuple[int | None, int, list[ScannedRun | Event]] | None:
     """Read the first of consecutive batches, and with it those after it that are plain and name the same rank.
+
+    No batch is joined after one with a single event, which may change what later events teach.
 
     Returns their rank, how many batches they are, and their runs and single events, in order; None to leave the first
     batch to the general decoder. A run holds events of one kind that differ only in hashes, parent, tokens and fields of

@@ -50,6 +50,8 @@ cdef enum:
     MAX_OPEN_RUNS = 32
     # Runs of a batch. Beyond that many, runs are no better than single events.
     MAX_RUNS = 1_024
+    # Runs after which no further payload is joined. Counting a run takes some microseconds.
+    MAX_JOINED_RUNS = 64
     # Bounds the memory of one remembered shape; an engine's shapes have some 100 bytes.
     MAX_SHAPE_BYTES = 2_048
     # The size of an array of a tag and no hashes.
@@ -239,6 +241,8 @@ cdef struct Run:
     size_t events
     size_t hashes
     size_t roots
+    # Whether an event has several hashes.
+    bint several
     # Where the next hash and the next root are written.
     uint64_t *hashes_at
     uint64_t *roots_at
@@ -317,6 +321,7 @@ cdef class Scan:
         self.run_count += 1
         self.runs[run].shape = found[0]
         self.runs[run].events = self.runs[run].hashes = self.runs[run].roots = 0
+        self.runs[run].several = False
         return run
 
     cdef bint has_room(self, size_t count) noexcept:
@@ -423,6 +428,7 @@ cdef class Scan:
                 self.runs[run].events += 1
                 self.runs[run].hashes += found.hashes
                 self.runs[run].roots += event.is_root
+                self.runs[run].several |= found.hashes > 1
                 self.last_run = run
         return True
 
@@ -446,7 +452,7 @@ cdef class Scan:
                 roots = np.empty(self.runs[run].roots, np.uint64)
                 view = roots
                 self.runs[run].roots_at = &view[0]
-            runs.append((self.heads[run], hashes, self.runs[run].events, roots))
+            runs.append((self.heads[run], hashes, self.runs[run].events, roots, self.runs[run].several))
         for i in range(self.event_count):
             event = &self.events[i]
             run = event.run
@@ -475,4 +481,7 @@ def scan(list payloads not None, dict shapes not None, object read):
             break
         rank = named[0]
         taken += 1
+        if state.singles or state.run_count > MAX_JOINED_RUNS:
+            # A single event may change what later events teach; many runs take long to count.
+            break
     return (rank, taken, state.collect()) if taken else None

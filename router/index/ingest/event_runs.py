@@ -28,6 +28,8 @@ class EventRun(msgspec.Struct, frozen=True, gc=False, eq=False):
     count: int
     # The first hash of each event that stores blocks without a parent.
     roots: HashArray
+    # Whether one of the events has several blocks.
+    several: bool
 
 
 class RunBatch(msgspec.Struct, frozen=True, gc=False, eq=False):

@@ -9,6 +9,7 @@ begins a new, empty epoch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -46,7 +47,8 @@ AnEvent = TypeVar("AnEvent", bound=Event)
 # leave ghost blocks behind, so the epoch is voided.
 REMOVING_TAGS = frozenset({None, "BlockRemoved", "AllBlocksCleared"})
 
-# Plain batches that are applied as one. They take less than a millisecond together, and answers wait meanwhile.
+# At most this much of the plain batches that wait is applied as one. That takes less than a millisecond, in which answers
+# wait.
 MAX_JOINED_BATCHES = 64
 MAX_JOINED_BYTES = 1 << 16
 
@@ -68,7 +70,8 @@ class StockFeed:
         self._contact = epoch.profile.contact
         self._decoder = decoder
         self._reader = RunReader()
-        # The number of next batches that are applied one by one, because one of them is not plain.
+        # The number of next batches that are applied one by one, because one of them has an event that may teach
+        # something.
         self._one_by_one = 0
         # Shapes that `_learner` has seen.
         self.known_shapes: set[tuple[object, ...]] = set()
@@ -79,16 +82,23 @@ class StockFeed:
 
         Plain batches are applied together, because a message of one block costs more on its own than its block does.
         """
+        most = 1 if self._one_by_one or self._may_learn else MAX_JOINED_BATCHES
         batches: list[Batch] = []
-        most, room_bytes = 1 if self._one_by_one else MAX_JOINED_BATCHES, MAX_JOINED_BYTES
-        for item in items:
+        room_bytes = MAX_JOINED_BYTES
+        for item in itertools.islice(items, most):
             if not isinstance(item, Batch):
                 break
-            batches.append(item)
             room_bytes -= len(item.payload)
-            if room_bytes <= 0 or len(batches) >= most:
+            if batches and room_bytes < 0:
                 break
+            batches.append(item)
         return self._batches(batches, now)
+
+    @property
+    def _may_learn(self) -> bool:
+        """Whether any event may teach something, so that each one has to be looked at."""
+        learner = self._profile.learner
+        return self._profile.identity.wants_tokens or learner.in_doubt or learner.wants_parents
 
     def apply(self, item: StreamItem | ReportItem, now: float) -> None:
         """Apply the next item at `now`, in seconds of a monotonic clock."""
@@ -232,7 +242,7 @@ class StockFeed:
             )
 
     def _batches(self, items: Sequence[Batch], now: float) -> int:
-        """Apply the first batch, and the next ones with it if all of them are plain; return how many were applied."""
+        """Apply the first batch, and with it the next ones up to the first that is not plain; return their number."""
         profile, contact, epoch = self._profile, self._contact, self._epoch
         if contact.expired:
             return len(items)
@@ -275,13 +285,12 @@ class StockFeed:
 
     def _read_runs(self, items: Sequence[Batch]) -> RunBatch | None:
         """Return the first batches as runs, or None if an event may teach something or the first one is not plain."""
-        profile, learner = self._profile, self._profile.learner
+        learner = self._profile.learner
         if learner is not self._learner:
             self._learner = learner
             self.known_shapes.clear()
         # The first stores of a life, which begins with seq 0, teach more than later ones.
-        teaches = items[0].seq == 0 or profile.identity.wants_tokens or learner.in_doubt or learner.wants_parents
-        if teaches:
+        if items[0].seq == 0 or self._may_learn:
             return None
         batch = self._reader.read([item.payload for item in items])
         if batch is None or all(map(self._is_known, batch.runs)):
@@ -316,7 +325,7 @@ class StockFeed:
                 if isinstance(shape, BlockStored):
                     if len(event.roots) and self._learner.wants_roots:
                         self._learner.roots(shape, event.roots.tolist())
-                    if len(event.hashes) > event.count:
+                    if event.several:
                         self._learner.learn_whole_size(shape)
                 self._count(shape, event.hashes, runs)
             else:
