@@ -86,6 +86,8 @@ def test_a_defect_is_found_and_reported(
     defect: Apply, fault: str, seen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Ingest, "apply", defect)
+    # Batches that are applied together would evade the defect.
+    monkeypatch.setattr(Ingest, "apply_next", lambda self, items, now: self.apply(items.popleft(), now))
     wrong = found(fault)
     assert wrong
     assert any(symptom in text for outcome in wrong for text in outcome.failures for symptom in seen)
