@@ -113,6 +113,23 @@ def test_mutated_batches_are_read_alike_or_left_to_the_decoder(
     check(bytes(payload[: data.draw(st.integers(0, len(payload)))]))
 
 
+@pytest.mark.skipif(not wanted(), reason="uncompiled, it leaves all to the decoder")
+def test_a_batch_that_is_not_joined_changes_nothing_of_the_runs() -> None:
+    shape = (0, "full_attention", None)
+    own = payload_of([stored([1], None, shape, GPU)], "map", 0)
+    foreign = payload_of([stored([2, 3], None, shape, GPU)], "map", 1)
+    runs = [RunReader().read([own, *more]) for more in ([], [foreign], [foreign[:-1]])]
+    assert [run.batches for run in runs if run] == [1, 1, 1]
+    read = [
+        (r.hashes.tolist(), r.count, r.roots.tolist(), r.several)
+        for b in runs
+        if b
+        for r in b.runs
+        if isinstance(r, EventRun)
+    ]
+    assert read == [([1], 1, [1], False)] * 3
+
+
 @settings(max_examples=examples(500))
 @given(
     st.lists(

@@ -428,7 +428,6 @@ cdef class Scan:
                 self.runs[run].events += 1
                 self.runs[run].hashes += found.hashes
                 self.runs[run].roots += event.is_root
-                self.runs[run].several |= found.hashes > 1
                 self.last_run = run
         return True
 
@@ -442,6 +441,8 @@ cdef class Scan:
         cdef Event *event
         cdef uint64_t[::1] view
         runs = []
+        for i in range(self.event_count):
+            self.runs[self.events[i].run].several |= self.events[i].hashes > 1
         for run in range(self.run_count):
             hashes = np.empty(self.runs[run].hashes, np.uint64)
             roots = NO_HASHES
