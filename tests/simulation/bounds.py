@@ -21,8 +21,9 @@ CLIENTS = "clients"
 MOST_TASKS = 40
 MOST_TASKS_PER_WORKER = 16
 MOST_SOCKETS_PER_WORKER = 4
-# A pool of connections to the store, those that wait for news, and those that have just been given up.
-MOST_STORE_CONNECTIONS = 16
+# A pool of connections to the store, those that wait for news, and those that have just been given up. In a slow network
+# one that is given up while it opens stays for another round trip.
+MOST_STORE_CONNECTIONS = 24
 # The topic and its replay, the patch's two, a greeting, and HTTP; of each of two ranks. A moved rank may have some twice.
 MOST_ENGINE_CONNECTIONS = 2 * 8
 # Entries of a table in the quiet end: some for each worker, and for each process that there was, whose heartbeats and

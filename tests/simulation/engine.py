@@ -39,6 +39,7 @@ from tests.support.model_engine import (
     PROMPTS,
     QUIET_PROMPT,
     SCHEMES,
+    UNKNOWN_SCHEME,
     UNNAMED,
     Layout,
     Life,
@@ -308,7 +309,7 @@ class Server:
             return
         rng, before = self._rng, self._flags
         layouts = LAYOUTS if self.kind is Kind.PATCHED else (*LAYOUTS, UNNAMED)
-        layout, scheme = rng.choice(layouts), rng.choice(SCHEMES)
+        layout, scheme = rng.choice(layouts), rng.choice(SCHEMES if self._is_quiet else (*SCHEMES, UNKNOWN_SCHEME))
         if before is not None and rng.random() < 0.5:
             layout, scheme = before.layout, before.scheme
         patched = self.kind is Kind.PATCHED and (self._is_quiet or rng.random() < 0.9)
@@ -342,8 +343,12 @@ class Server:
             engine.is_stopped = engine.is_mute = engine.is_idle = engine.is_unreported = False
             engine.slow_s = 0.0
         self.host.is_up = True
-        needs_patch = self.kind is Kind.PATCHED and self._flags is not None and not self._flags.patched
-        if not self.is_up or needs_patch:
+        flags = self._flags
+        needs_patch = self.kind is Kind.PATCHED and flags is not None and not flags.patched
+        needs_scheme = flags is not None and flags.scheme is UNKNOWN_SCHEME
+        if needs_scheme:
+            self._flags = None
+        if not self.is_up or needs_patch or needs_scheme:
             self.die(silently=False)
             # A fault that ends meanwhile may begin the next life.
             self._loop.after(1.0, self.begin)

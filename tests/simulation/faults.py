@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MOST_LOST_WRITES = 40
-# The numbers of faults of a sparse, a usual and a dense world. Sparse ones show how a single fault ends.
-NUMBERS = ((1, 5), (8, 20), (20, 40), (20, 40))
+# The numbers of faults of a sparse, a usual, a dense world, and of one in which hardly anything ends before the next
+# begins. Sparse ones show how a single fault ends.
+NUMBERS = ((1, 5), (10, 40), (40, 80), (80, 160))
 
 # The faults and how often each is drawn.
 FAULTS = {

@@ -84,8 +84,8 @@ class Lease:
         self._value: LeaseValue | None = None
         # The number of this process's lease, or of its last one; 0 if it never had one.
         self.number = 0
-        # The number of the lease that was counted as lost last.
-        self._lost_number = 0
+        # Whether the loss of the lease is counted. `keep` and `write` may both find it, the second after taking the lease again.
+        self._is_lost = False
         # Whether another process had the lease just before this process's last number.
         self._interrupted = False
         # The last position that this process wrote and the store confirmed.
@@ -125,7 +125,7 @@ class Lease:
         finally:
             self._rounds.leave(self)
         alone = 0 < self.number == lease.number - 1 and not self._interrupted
-        self._interrupted = False
+        self._interrupted = self._is_lost = False
         self._have(lease, head)
         self._say(None)
         self._wrote(await self._stored(head))
@@ -324,9 +324,8 @@ class Lease:
         self._changed(self.problem)
 
     def _lose(self, how: str, reason: str) -> None:
-        # `keep` and `write` may both find out.
-        if self._lost_number != self.number:
-            self._lost_number = self.number
+        if not self._is_lost:
+            self._is_lost = True
             self._metrics.leases_lost[how].inc()
         raise LeaseLost(reason)
 
