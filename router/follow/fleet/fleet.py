@@ -442,7 +442,7 @@ class Fleet:
 
     async def _end_all(self, workers: Collection[WorkerKey]) -> None:
         """End workers that another process dropped, and delete their index in Redis if they were followed here."""
-        for worker in workers:
+        for worker in sorted(workers):
             try:
                 await self._registry.remove(worker).forget()
             finally:
