@@ -17,29 +17,25 @@ from tests.simulation.faults import Fault
 from tests.simulation.virtual_loop import VirtualLoop
 from tests.simulation.written import MOMENTS, Written
 
-AIMED_SHARE = 0.5
+AIMED_SHARE = 0.6
 # How long a fault waits for its state. Then it begins nevertheless.
 MOST_WAIT_S = 10.0
 # How often states are looked at that no step of the stream machine shows.
 LOOK_S = 0.05
-RARE_STATES = (
-    f"phase {NO_PROCESS}",
-    f"phase {STARTING}",
-    f"phase {UNKNOWN_WORKER}",
-    # The shortest two are drawn twice as often.
-    *(f"phase {phase.value}" for phase in (Phase.WAITING, Phase.LOOKING, Phase.PAUSED, Phase.LOOKING, Phase.PAUSED)),
-    *(
-        f"shown {state.value}"
-        for state in (
-            StreamState.CONNECTING,
-            StreamState.CATCHING_UP,
-            StreamState.SUSPECT,
-            StreamState.RESYNCING,
-            StreamState.UNHASHABLE,
-            StreamState.DOWN,
-        )
-    ),
-)
+# The states for which faults wait, and how often each is drawn: the shorter it lasts, the more often.
+RARE_STATES = {
+    f"phase {NO_PROCESS}": 1,
+    f"phase {STARTING}": 1,
+    f"phase {UNKNOWN_WORKER}": 1,
+    f"phase {Phase.WAITING.value}": 3,
+    f"phase {Phase.LOOKING.value}": 3,
+    f"phase {Phase.PAUSED.value}": 3,
+    f"shown {StreamState.CONNECTING.value}": 1,
+    f"shown {StreamState.CATCHING_UP.value}": 3,
+    f"shown {StreamState.RESYNCING.value}": 3,
+    f"shown {StreamState.UNHASHABLE.value}": 1,
+    f"shown {StreamState.DOWN.value}": 3,
+}
 
 
 # The faults after which the store lacks what was written last. Half of those that wait begin when something is written
@@ -72,11 +68,7 @@ class Aim:
         self._loop, self._observer, self._written = loop, observer, written
         # The wait ends at a look, before the quiet end.
         self._latest_s = loop.time() + last_s - 2 * LOOK_S
-        self._states = {
-            fault.number: rng.choice(MOMENTS if fault.kind in LOSING and rng.random() < 0.5 else RARE_STATES)
-            for fault in faults
-            if rng.random() < AIMED_SHARE
-        }
+        self._states = {fault.number: _state_for(fault, rng) for fault in faults if rng.random() < AIMED_SHARE}
         self._waiting: list[tuple[Fault, str, float, Callable[[], None]]] = []
         self._is_looking = False
         observer.on_step = partial(loop.after, 0.0, self._look)
@@ -111,3 +103,10 @@ class Aim:
 
     def _met(self, fault: Fault) -> set[str]:
         return self._observer.met(fault.first, fault.second) | self._written.met()
+
+
+def _state_for(fault: Fault, rng: random.Random) -> str:
+    """Return a state for which a fault waits."""
+    if fault.kind in LOSING and rng.random() < 0.5:
+        return rng.choice(MOMENTS)
+    return rng.choices(list(RARE_STATES), list(RARE_STATES.values()))[0]

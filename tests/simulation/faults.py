@@ -15,33 +15,33 @@ NUMBERS = ((1, 5), (10, 40), (40, 80), (80, 160))
 # The faults and how often each is drawn.
 FAULTS = {
     "engine_restart": 4,
-    "engine_stopped": 1,
+    "engine_stopped": 2,
     "engine_mute": 2,
     "engine_slow": 2,
     "engine_flood": 2,
     "engine_idle": 3,
-    "engine_unreported": 1,
+    "engine_unreported": 2,
     "router_kill": 4,
     "router_stop": 2,
     "router_pause": 3,
     "router_relay": 2,
-    "power": 1,
+    "power": 2,
     "store_crash": 2,
     "store_failover": 2,
-    "store_flush": 1,
-    "store_evicts": 1,
+    "store_flush": 2,
+    "store_evicts": 2,
     "store_stopped": 2,
-    "store_full": 1,
+    "store_full": 2,
     "link_cut": 4,
     "link_reset": 2,
     "link_hang": 2,
-    "network_slow": 1,
-    "operator_rolling_restart": 1,
-    "operator_surge": 1,
-    "operator_drain": 1,
-    "operator_move": 1,
-    "operator_remove": 1,
-    "operator_settings": 1,
+    "network_slow": 2,
+    "operator_rolling_restart": 2,
+    "operator_surge": 2,
+    "operator_drain": 2,
+    "operator_move": 2,
+    "operator_remove": 2,
+    "operator_settings": 2,
 }
 # The changes that an operator makes to a worker.
 TO_WORKERS = ("operator_drain", "operator_move", "operator_remove")
@@ -84,6 +84,7 @@ def plan(
     routers: Sequence[str],
     servers: Sequence[str],
     engines: Sequence[str],
+    clients: Sequence[str],
     from_s: float,
     to_s: float,
 ) -> list[Fault]:
@@ -94,6 +95,7 @@ def plan(
         routers: The names of the routers.
         servers: The names of the hosts with engines.
         engines: The names of the engines.
+        clients: The names of the hosts with clients that reach routers over HTTP.
         from_s: The time of the earliest fault.
         to_s: The time of the latest fault.
     """
@@ -107,7 +109,7 @@ def plan(
         elif kind.startswith("router") or kind == "operator_settings":
             first = rng.choice(routers)
         elif kind.startswith("link"):
-            first, second = rng.choice(routers), rng.choice([*servers, "store", "store"])
+            first, second = rng.choice(routers), rng.choice([*servers, *clients, "store", "store"])
         elif kind in TO_WORKERS:
             first = rng.choice(engines)
         seconds = rng.choice((rng.uniform(0.05, 1.0), rng.uniform(0.5, 5.0), rng.uniform(2.0, 15.0)))

@@ -125,7 +125,13 @@ class World:
             rng.choice(self.routers).is_old = True
         hosts, names = [server.name for server in self.servers], [engine.name for engine in self.engines]
         self.faults = plan(
-            self._new_rng(), [router.name for router in self.routers], hosts, names, CALM_S, CALM_S + FAULTS_S
+            self._new_rng(),
+            [router.name for router in self.routers],
+            hosts,
+            names,
+            [CLIENTS] if any(router.has_http for router in self.routers) else [],
+            CALM_S,
+            CALM_S + FAULTS_S,
         )
         self._aim = Aim(loop, self.observer, self.laws.written, self.faults, self._new_rng(), CALM_S + FAULTS_S)
 
