@@ -132,17 +132,21 @@ class Clients:
 
     def _send(self, router: Router, tokens: list[int], *, is_query: bool) -> None:
         """Ask a router over HTTP."""
-        token, address = router.token, router.host.address
+        address = router.host.address
         body: dict[str, object] = {"model": MODEL, "token_ids": tokens}
         if is_query:
             self._http.send(
-                address, "POST", "/query", msgspec.json.encode(body), lambda status, reply: self._count(repr(reply))
+                address,
+                "POST",
+                "/query",
+                msgspec.json.encode(body),
+                lambda status, reply, token: self._count(repr(reply)),
             )
             return
         selection_id = f"{self._rng.getrandbits(64):016x}"
         body |= {"selection_id": selection_id, "max_tokens": 16}
 
-        def answered(status: int, reply: bytes) -> None:
+        def answered(status: int, reply: bytes, token: str) -> None:
             if status == HTTPStatus.OK:
                 selected = msgspec.json.decode(reply, type=_Selected)
                 self._book(selection_id, router, token, WorkerKey(MODEL, selected.worker_id, selected.dp_rank))
@@ -207,7 +211,7 @@ class Clients:
                 method,
                 f"/reservations/{booking.selection_id}{below}",
                 b"",
-                lambda status, reply: self._take_end(booking, how, router, status),
+                lambda status, reply, token: self._take_end(booking, how, router, status),
             )
             return True
 

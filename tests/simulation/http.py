@@ -22,13 +22,14 @@ ANSWER_S = 10.0
 # The number of the status while there is no answer.
 LOST = 0
 
-Answered = Callable[[int, bytes], None]
+# Takes the status, the body, and the token of the router that got the request; "" if none did.
+Answered = Callable[[int, bytes, str], None]
 
 
-def serve_http(host: Host, process: Process, api: HttpApi) -> None:
+def serve_http(host: Host, process: Process, api: HttpApi, token: str) -> None:
     """Serve the API of a router's process at PORT of its host."""
     factory, state = connection_factory(api), ServerState()
-    listen_tcp(host, PORT, process, lambda: factory(server_state=state))
+    listen_tcp(host, PORT, process, lambda: factory(server_state=state), token)
 
 
 class HttpClient:
@@ -40,7 +41,7 @@ class HttpClient:
         self._idle: dict[str, list[_Connection]] = {}
 
     def send(self, address: str, method: str, path: str, body: bytes, answered: Answered) -> None:
-        """Send a request; `answered` is called with its status and body, or with LOST if it got no answer."""
+        """Send a request; `answered` is called with LOST if it gets no answer."""
         head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
         request = head.encode() + body
         idle = self._idle.setdefault(address, [])
@@ -60,7 +61,7 @@ class HttpClient:
             nonlocal is_settled
             if not is_settled:
                 is_settled = True
-                answered(LOST, b"")
+                answered(LOST, b"", "")
 
         self._network.dial(self._host, address, PORT, opened, give_up, lambda: not is_settled)
         self._network.loop.after(ANSWER_S, give_up)
@@ -115,4 +116,4 @@ class _Connection:
     def _settle(self, status: int, body: bytes) -> None:
         answered, self._answered = self._answered, None
         if answered is not None:
-            answered(status, body)
+            answered(status, body, self._end.peer.token)

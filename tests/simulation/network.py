@@ -46,6 +46,8 @@ class End:
 
     def __init__(self, network: Network, host: Host, number: int) -> None:
         self.network, self.host, self.number = network, host, number
+        # The token of the router that has this end, if clients want to know it.
+        self.token = ""
         self.is_open = True
         # Whether the owner reads no more for now, as a slow reader does.
         self.is_full = False

@@ -219,7 +219,7 @@ class Router:
         self._store, self._metrics, self._supervisor, self._discovery = store, registry, supervisor, discovery
         self.core, self.placer = core, placer
         if self.has_http:
-            serve_http(self.host, process, self._api(core, placer, discovery, metrics, clock))
+            serve_http(self.host, process, self._api(core, placer, discovery, metrics, clock), self.token)
         self._note(self.name, "serves")
 
     def _api(

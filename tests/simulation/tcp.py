@@ -159,10 +159,11 @@ async def connect_tcp(loop: VirtualLoop, factory: Callable[[], Any], host: str, 
     return transport, protocol
 
 
-def listen_tcp(host: Host, port: int, process: Process, factory: Callable[[], Any]) -> None:
-    """Serve byte streams in a process."""
+def listen_tcp(host: Host, port: int, process: Process, factory: Callable[[], Any], token: str) -> None:
+    """Serve byte streams in the process of the router with this token."""
 
     def accept(end: End) -> None:
+        end.token = token
         transport = TcpTransport(end, process, None, (end.peer.host.address, end.number))
         process.call_soon(lambda: transport.begin(factory()))
 
