@@ -27,14 +27,14 @@ RARE_STATES = {
     f"phase {NO_PROCESS}": 1,
     f"phase {STARTING}": 1,
     f"phase {UNKNOWN_WORKER}": 1,
-    f"phase {Phase.WAITING.value}": 3,
-    f"phase {Phase.LOOKING.value}": 3,
+    f"phase {Phase.WAITING.value}": 4,
+    f"phase {Phase.LOOKING.value}": 4,
     f"phase {Phase.PAUSED.value}": 3,
     f"shown {StreamState.CONNECTING.value}": 1,
     f"shown {StreamState.CATCHING_UP.value}": 3,
-    f"shown {StreamState.RESYNCING.value}": 3,
-    f"shown {StreamState.UNHASHABLE.value}": 1,
-    f"shown {StreamState.DOWN.value}": 3,
+    f"shown {StreamState.RESYNCING.value}": 4,
+    f"shown {StreamState.UNHASHABLE.value}": 2,
+    f"shown {StreamState.DOWN.value}": 6,
 }
 
 
