@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from tests.simulation.virtual_loop import VirtualLoop
 
 # The fields of heartbeats that routers of an older version do not write.
-NEWER_FIELDS = ("software", "settings")
+NEWER_FIELDS = ("software", "settings", "confirmed")
 # How soon a process that could not start is started again.
 RESTART_S = 1.0
 

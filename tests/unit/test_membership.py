@@ -46,10 +46,11 @@ class World:
         commits: int = 0,
         waits_ms: int = 0,
         refuses: Any = None,
+        confirmed: int | None = None,
     ) -> None:
         self.counts[token] = self.counts.get(token, 0) + 1
         worker_holds = dict.fromkeys(holds, Hold(lease, commits, waits_ms))
-        heartbeat = Heartbeat(self.counts[token], VERSION, worker_holds, refuses or {})
+        heartbeat = Heartbeat(self.counts[token], VERSION, worker_holds, refuses or {}, confirmed=confirmed)
         self.fields[token.encode()] = encode_heartbeat(heartbeat)
 
     def look(self) -> None:
@@ -100,6 +101,39 @@ def test_a_store_that_does_not_answer_vouches_for_nothing_and_moves_nobody(world
     assert world.problem() is not None
     world.rounds(1, you=["w"])
     assert world.problem() is None
+
+
+@pytest.mark.parametrize("seen", [("first", "second"), ("second",)])
+def test_heartbeats_that_were_held_back_on_two_connections_vouch_for_nothing(
+    world: World, seen: tuple[str, ...]
+) -> None:
+    world.rounds(5, you=["w"])
+    confirmed = world.counts["you"]
+    for _ in range(12):
+        world.look()
+    # Both were sent soon after the last confirmed one, over connections that the router gave up.
+    for which in ("first", "second"):
+        world.beat("you", ["w"], confirmed=confirmed)
+        if which in seen:
+            world.look()
+            assert world.problem() is not None
+    world.beat("you", ["w"], confirmed=world.counts["you"])
+    world.look()
+    assert world.problem() is None
+
+
+def test_a_heartbeat_that_comes_after_the_store_went_back_may_be_older_than_it(world: World) -> None:
+    world.rounds(5, you=["w"])
+    replicated = dict(world.fields)
+    world.rounds(5, you=["w"])
+    # A replica that lags is promoted, and the next heartbeat, made 3 s ago, arrives.
+    world.fields = replicated
+    for _ in range(12):
+        world.look()
+    for problem in (True, False):
+        world.beat("you", ["w"], confirmed=world.counts["you"])
+        world.look()
+        assert (world.problem() is not None) is problem
 
 
 def test_the_heartbeat_of_a_dead_router_vouches_for_nothing(world: World) -> None:

@@ -49,6 +49,14 @@ class Heartbeat(msgspec.Struct, frozen=True):
     software: str = ""
     # The settings that must be the same at all routers (`model/config/agreement.py`).
     settings: dict[str, str] = {}
+    # The count of the last heartbeat that the store had confirmed when this one was made. Routers of older versions do not
+    # say it.
+    confirmed: Number | None = None
+
+    @property
+    def after(self) -> int:
+        """The count of a heartbeat that had reached the store when this one was made."""
+        return self.count - 1 if self.confirmed is None else self.confirmed
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -55,6 +55,8 @@ class _Router(msgspec.Struct):
     arrived_s: float
     # Whether this process saw the heartbeat's count change.
     beats: bool = False
+    # Whether the last heartbeat had a lower count than the one before it.
+    went_back: bool = False
     unchanged_looks: int = 0
     missing_looks: int = 0
     # For each remembered heartbeat, the earliest time at which it can have been written, and its workers; newest last.
@@ -163,13 +165,7 @@ class Membership:
     def _take(self, token: str, heartbeat: Heartbeat, beaten_s: float, now_s: float) -> None:
         """Take one heartbeat, which reached the store at `beaten_s` or later if it is new."""
         router = self._known.get(token)
-        # A heartbeat that comes after a silence may have been under way meanwhile. It was made after the one before it had
-        # reached the store.
-        is_late = (
-            router is not None
-            and beaten_s - router.arrived_s > LATE_S
-            and heartbeat.count == router.heartbeat.count + 1
-        )
+        made_s = beaten_s if router is None else _made_s(router, heartbeat, beaten_s)
         if router is None:
             arrived_s = -math.inf if self._first else beaten_s
             router = self._known[token] = _Router(token, heartbeat, self._first, arrived_s)
@@ -178,13 +174,13 @@ class Membership:
         elif heartbeat.count < router.heartbeat.count:
             # Either the store went back, and this heartbeat is older than what is known of its router, or a new process
             # has the token. The next one decides.
-            router.heartbeat, router.unchanged_looks = heartbeat, 1
+            router.heartbeat, router.unchanged_looks, router.went_back = heartbeat, 1, True
         else:
-            router.heartbeat, router.beats, router.unchanged_looks = heartbeat, True, 0
+            router.heartbeat, router.beats, router.unchanged_looks, router.went_back = heartbeat, True, 0, False
         router.missing_looks = 0
         # This process's own heartbeat needs no proof that its writer lives.
         if token == self._token or (router.beats and not router.unchanged_looks):
-            router.heard.append((router.arrived_s if is_late else beaten_s, heartbeat.holds))
+            router.heard.append((made_s, heartbeat.holds))
             router.arrived_s = beaten_s
             for worker, hold in heartbeat.holds.items():
                 self._take_hold(worker, hold, router, now_s)
@@ -272,6 +268,25 @@ class Membership:
             for token, reason in sorted(self.refusals.get(worker, {}).items())
         )
         return "no router follows this worker" + (f" ({refused})" if refused else "")
+
+
+def _made_s(router: _Router, heartbeat: Heartbeat, beaten_s: float) -> float:
+    """Return the earliest time at which a router can have made a heartbeat that is new in this look.
+
+    A heartbeat that comes after a silence may have been under way meanwhile, even several of them on several connections.
+    It was made after the one that it names as confirmed had reached the store.
+
+    Args:
+        router: The router before it.
+        heartbeat: The heartbeat.
+        beaten_s: The earliest time at which it can have reached the store.
+    """
+    if router.went_back or heartbeat.after < router.heartbeat.count:
+        # The confirmed one is older than the last one, or nothing is known of it.
+        return router.heard_s
+    if heartbeat.after == router.heartbeat.count and beaten_s - router.arrived_s > LATE_S:
+        return router.arrived_s
+    return beaten_s
 
 
 def _vouched_s(router: _Router, worker: str, shown: Position) -> float:

@@ -83,6 +83,8 @@ class RouterPeers:
         self.settings = settings
         self._membership = Membership(token, ttl_s=ttl_s)
         self._beats = 0
+        # The count of the last heartbeat that the store confirmed.
+        self._confirmed = 0
         # Whether no other router counts.
         self._is_alone = True
         # Counts the changes of everything on which `is_mine` depends.
@@ -121,7 +123,9 @@ class RouterPeers:
     async def beat(self) -> None:
         """Write this router's heartbeat, and judge those of the others. Raises StoreError."""
         membership, ignored, requested_s = self._membership, self._membership.ignored, self._clock()
-        fields = await self._store.peers.beat(self.token, encode_heartbeat(self._heartbeat()))
+        heartbeat = self._heartbeat()
+        fields = await self._store.peers.beat(self.token, encode_heartbeat(heartbeat))
+        self._confirmed = heartbeat.count
         self._contact.answered()
         if membership.look(fields, requested_s, self._clock()):
             log.info("routers changed", extra={"routers": len(membership.routers), "refused": len(membership.refusals)})
@@ -140,7 +144,15 @@ class RouterPeers:
             tag: Hold(holding.lease, holding.commits, round(1_000 * held.waits_s(tag, now_s)))
             for tag, holding in held.holdings.items()
         }
-        return Heartbeat(self._beats, VERSION, holds, self._own_refusals(), version.VERSION, dict(self.settings))
+        return Heartbeat(
+            self._beats,
+            VERSION,
+            holds,
+            self._own_refusals(),
+            version.VERSION,
+            dict(self.settings),
+            self._confirmed,
+        )
 
     def _own_refusals(self) -> dict[str, str]:
         if self._refuses is None:
