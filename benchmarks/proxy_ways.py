@@ -13,7 +13,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks import plain_proxies
 from benchmarks.http_client import HttpClient
+from benchmarks.plain_proxies import PLAIN
 from benchmarks.processes import START_TIMEOUT_S, Publisher, serving
 from benchmarks.workload import MODEL, Publishing, Workload, write_frames
 from tests.support.ports import free_port
@@ -81,11 +83,14 @@ def ways(
                     command += [part for url, end in pairs for part in ("--kv-event-source", f"{url}={end}")]
                     command += ["--kv-event-block-size", "16", "--kv-event-model", MODEL]
                 commands[name] = command
-        for n, name in enumerate(name for name in names if name in commands):
-            command = commands[name]
-            ports[name] = free_port()
-            command += ["--port", str(ports[name])]
-            pids[name] = stack.enter_context(serving(command, ports[name], folder / f"router-{n}.log"))
+        plain = [name for name in PLAIN if not plain_proxies.problem(name)]
+        for n, name in enumerate(name for name in names if name in commands or name in plain):
+            port = ports[name] = free_port()
+            if name in plain:
+                command = plain_proxies.command(name, folder, port, engines)
+            else:
+                command = [*commands[name], "--port", str(port)]
+            pids[name] = stack.enter_context(serving(command, port, folder / f"router-{n}.log"))
         publisher.wait()
         publisher.send(len(list(Publishing(ENGINES).frames(enumerate(chains), 32))))
         _wait_for_tokens(ports, [(OURS, "render"), (OURS_LOCAL, "local"), *((name, "render") for name in others)])

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The proxy beside vllm-router's kv_aware and cache_aware policies: prompts of token ids, and streams.
 
-proxy_overhead.py measures more ways and also texts.
+nginx and HAProxy, which have no choice to make, show what a hop costs at best. proxy_overhead.py measures more ways and also texts.
 """
 
 from __future__ import annotations
 
+from benchmarks import plain_proxies
 from benchmarks.peers.packages import PeerSettings
 from benchmarks.peers.table import OURS, Findings, PeerRow, peer_row
+from benchmarks.plain_proxies import PLAIN
 from benchmarks.proxy_overhead import SIZES, StreamRow
 from benchmarks.proxy_overhead import measure as measure_ways
 from benchmarks.proxy_ways import CACHE_AWARE, KV_AWARE
@@ -28,19 +30,19 @@ WITH_GOAL = ("added_p50_us", "requests_per_cpu_s", "added_first_p50_us", "cpu_pe
 
 def measure(settings: PeerSettings) -> Findings:
     command = settings.vllm_router.command("vllm-router")
-    names = (OUR_WAY, CACHE_AWARE, KV_AWARE)
+    names = (OUR_WAY, CACHE_AWARE, KV_AWARE, *PLAIN)
     measured, notes = measure_ways(settings.folder, command, quick=settings.quick, names=names, kinds=("ids",))
+    problems = dict.fromkeys((KV_AWARE, CACHE_AWARE), settings.vllm_router.problem)
+    problems |= {name: plain_proxies.problem(name) for name in PLAIN}
     rows: list[PeerRow] = []
 
     def add(what: str, unit: str, values: dict[str, list[float]], field: str, goal: float) -> None:
-        """Append a row for each policy of the peer."""
-        for peer in (KV_AWARE, CACHE_AWARE):
+        """Append a row for each policy of the peer, and for each plain proxy."""
+        for peer, problem in problems.items():
             wanted = goal if peer == KV_AWARE and field in WITH_GOAL else None
             more = field == "requests_per_cpu_s"
             values[OURS] = values[OUR_WAY]
-            rows.append(
-                peer_row(what, unit, peer, values, goal=wanted, more=more, problem=settings.vllm_router.problem)
-            )
+            rows.append(peer_row(what, unit, peer, values, goal=wanted, more=more, problem=problem))
 
     for tokens in SIZES:
         by_field = {row.router: row.rounds for row in measured.requests if row.tokens == tokens}
