@@ -146,6 +146,26 @@ async def test_a_returning_subscriber_gets_missed_events_once_and_the_number_los
     source.close()
 
 
+async def test_hashes_are_kept_from_the_first_client_on_that_wants_them() -> None:
+    source, hashes = feed(), np.array([7], np.uint64)
+    source.subscribe(ALL, reader := Reader(), None)
+    for number in (1, 2):
+        source.publish(event(number), hashes)
+    source._flush()
+    assert [kept.hashes for kept in source._ring.since(0)[0]] == [None, None]
+    last_id = reader.last_id
+    # A client that comes back and wants hashes now learns that it missed what has none.
+    source.publish(event(3), hashes)
+    source.subscribe(EventFilter(with_hashes=True), later := Reader(), last_id)
+    source.publish(event(4), hashes)
+    source._flush()
+    assert [(item["type"], item["count"]) for item in later.events] == [("lost", 1), ("gap", 4)]
+    assert [item.get("block_hashes") for item in later.events] == [None, [f"{7:016x}"]]
+    source.subscribe(EventFilter(with_hashes=True), again := Reader(), later.last_id)
+    assert not again.events
+    source.close()
+
+
 @pytest.mark.parametrize(
     "last_id", ["other-1", "life-99", "life--1", "life-x", "", "x" * 10_000, "life-\xff", "life-٣"]
 )

@@ -73,6 +73,9 @@ class EventFeed:
         self._wall_clock = wall_clock
         self._metrics = metrics
         self._ring = EventRing()
+        # The number of the last event before the first client that wanted block hashes; None until one comes. Hashes of events
+        # up to it are not kept, because they would take most of the ring's memory, and most clients do not want them.
+        self._hashes_after: int | None = None
         # The bytes that subscribers have not taken.
         self.held = HeldChunks()
         self._subscribers: dict[EventFilter, list[Subscriber]] = {}
@@ -101,7 +104,7 @@ class EventFeed:
             event: The event, without its block hashes.
             hashes: The uint64 block hashes that the event is about, for clients that want them; None if it has none.
         """
-        added = self._ring.add(event, hashes)
+        added = self._ring.add(event, None if self._hashes_after is None else hashes)
         self._metrics.events[event.type].inc()
         if self._subscribers:
             self._fresh.append(added)
@@ -131,6 +134,8 @@ class EventFeed:
             last_id: The client's Last-Event-ID; None sends new events only.
         """
         self._flush()
+        if wanted.with_hashes and self._hashes_after is None:
+            self._hashes_after = self._ring.number
         first = self._missed(wanted, last_id) + b"id: %b\n\n" % event_id(self._life, self._ring.number)
         subscriber.send(Chunk(first))
         self._subscribers.setdefault(wanted, []).append(subscriber)
@@ -174,6 +179,9 @@ class EventFeed:
             if life != self._life:
                 raise ValueError
             events, missed = self._ring.since(int(digits))
+            if wanted.with_hashes and self._hashes_after is not None:
+                whole = [numbered for numbered in events if numbered.number > self._hashes_after]
+                events, missed = whole, missed + len(events) - len(whole)
         except ValueError:
             return self._lost(f"event {last_id[:80]} is not of this router process, or of its life before a restart")
         data = b"".join(self._encoded(events, wanted))
