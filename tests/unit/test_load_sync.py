@@ -124,7 +124,7 @@ async def test_a_process_that_reads_nothing_does_not_say_that_nobody_has_a_reser
 
     with pytest.raises(StoreDown, match="nothing that routers publish"):
         await share.end_elsewhere("s", RELEASE)
-    await share._next(cast(Any, Reader()), b"0-0")
+    await share._next(cast(Any, Reader()))
     assert not await share.end_elsewhere("s", RELEASE)
     # The store hangs: the reader has no error yet, and the other processes are not heard.
     now_s += SILENT_S + 0.1
