@@ -117,6 +117,8 @@ class LoadSync:
         # ownership.
         self._pending_ends: dict[int, tuple[asyncio.Future[bool], set[str]]] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        # Held while a message is under way.
+        self._sending = asyncio.Lock()
         # When a message was read last, and its id in the stream. Each process reads its own messages, too, which it
         # writes every WHOLE_EVERY_S.
         self._read_s = -math.inf
@@ -137,6 +139,11 @@ class LoadSync:
 
     async def stop(self) -> None:
         """Stop, and notify the other processes so that they need not wait for the timeout."""
+        # The notice goes over another connection. If it overtook a message, others would count this process again until
+        # SILENT_S, so the message gets its reply first, within the time after which they drop this process anyway.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SILENT_S), self._sending:
+                pass
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -209,7 +216,8 @@ class LoadSync:
             now = self._clock()
             message = self._message(self._whole_wanted or now >= whole_due)
             try:
-                await self._send(message)
+                async with self._sending:
+                    await self._send(message)
             except StoreError as error:
                 # The next message contains the whole load again.
                 self._whole_wanted = True
