@@ -18,7 +18,9 @@ from kvrouter.router.index.store.commit import LeaseValue
 from kvrouter.router.index.store.log_entry import EntryKind
 from kvrouter.router.route.load.load_messages import decode
 from tests.simulation.router import Router
+from tests.simulation.store.commands import entry_id
 from tests.simulation.store.keyspace import Command
+from tests.simulation.store.stream import EntryId
 from tests.simulation.store_server import StoreServer
 
 LOADS = keys.LOADS.encode()
@@ -63,9 +65,10 @@ class Written:
         self._node = self._store.node
         self._leases: dict[bytes, bytes] = {}
         self._lives_since_s: dict[bytes, float] = {}
-        # Since when each process has published its load, when it did so last, and when it said that it leaves.
+        # Since when each process has published its load, and when it did so last.
         self._published_s: dict[str, tuple[float, float]] = {}
-        self._left_s: dict[str, float] = {}
+        # When each process said that it leaves, and the id of the message.
+        self._left: dict[str, tuple[float, EntryId]] = {}
         # The routers that wrote to a worker's log since the store last lost something, in the order of their last writes.
         self._writers: dict[WorkerKey, dict[str, None]] = {}
         # The workers whose engines send nothing for a while.
@@ -91,7 +94,7 @@ class Written:
 
     def _forget(self) -> None:
         for table in (
-            self._leases, self._lives_since_s, self._published_s, self._left_s, self._writers, self._moments
+            self._leases, self._lives_since_s, self._published_s, self._left, self._writers, self._moments
         ):  # fmt: skip
             table.clear()
 
@@ -154,10 +157,10 @@ class Written:
             now_s = self._now_s()
             since_s, last_s = self._published_s.get(message.process, (now_s, now_s))
             # A message that was under way when the process left may come after that.
-            self._left_s.pop(message.process, None)
+            self._left.pop(message.process, None)
             self._published_s[message.process] = (since_s if now_s - last_s <= HEARD_EVERY_S else now_s), now_s
             if message.leaves:
-                self._left_s[message.process] = now_s
+                self._left[message.process] = now_s, entry_id(words[-3])
 
     def has_published(self, token: str, for_s: float = 0.0) -> bool:
         """Return whether a process published its load all the time until now, as one does that reaches the store."""
@@ -184,6 +187,7 @@ class Written:
                 f"memory: {router} goes on from its memory of {worker.worker_id}, to which {writers[-1]} wrote last"
             )
 
-    def left_before(self, at_s: float) -> set[str]:
-        """Return the processes that said before a time that they leave."""
-        return {token for token, left_s in self._left_s.items() if left_s < at_s}
+    def left(self, since_s: float, until: bytes) -> set[str]:
+        """Return the processes whose messages that they leave were written since a time, and not after an entry's id."""
+        last = entry_id(until)
+        return {token for token, (left_s, left_id) in self._left.items() if left_s >= since_s and left_id <= last}

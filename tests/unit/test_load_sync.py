@@ -124,9 +124,53 @@ async def test_a_process_that_reads_nothing_does_not_say_that_nobody_has_a_reser
 
     with pytest.raises(StoreDown, match="nothing that routers publish"):
         await share.end_elsewhere("s", RELEASE)
-    await share._next(cast(Any, Reader()), b"0-0")
+    await share._next(cast(Any, Reader()))
     assert not await share.end_elsewhere("s", RELEASE)
     # The store hangs: the reader has no error yet, and the other processes are not heard.
     now_s += SILENT_S + 0.1
     with pytest.raises(StoreDown, match="nothing that routers publish"):
         await share.end_elsewhere("s", RELEASE)
+
+
+class SlowShare(Share):
+    """A share whose messages get their replies only once `replies` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(0, asyncio.get_running_loop().time)
+        self.replies = asyncio.Event()
+        self.under_way = asyncio.Event()
+
+    async def _send(self, message: LoadMessage) -> None:
+        self.under_way.set()
+        await self.replies.wait()
+        await super()._send(message)
+
+    async def _read(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_process_that_stops_says_so_after_the_message_under_way() -> None:
+    share = SlowShare()
+    share.start()
+    async with asyncio.timeout(TIMEOUT_S):
+        await share.under_way.wait()
+        stopping = asyncio.create_task(share.stop())
+        await asyncio.sleep(0)
+        share.replies.set()
+        await stopping
+    assert [message.leaves for message in share.sent] == [False, True]
+
+
+async def test_process_that_stops_does_not_wait_long_for_a_store_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_sync, "SILENT_S", 0.0)
+    share = SlowShare()
+    share.start()
+    async with asyncio.timeout(TIMEOUT_S):
+        await share.under_way.wait()
+        share.under_way.clear()
+        stopping = asyncio.create_task(share.stop())
+        # The first message has no reply, and the last one is sent.
+        await share.under_way.wait()
+        share.replies.set()
+        await stopping
+    assert [message.leaves for message in share.sent] == [True]

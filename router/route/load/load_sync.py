@@ -117,8 +117,12 @@ class LoadSync:
         # ownership.
         self._pending_ends: dict[int, tuple[asyncio.Future[bool], set[str]]] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        # When a message was read last. Each process reads its own, too, which it writes every WHOLE_EVERY_S.
+        # Held while a message is under way.
+        self._sending = asyncio.Lock()
+        # When a message was read last, and its id in the stream. Each process reads its own messages, too, which it
+        # writes every WHOLE_EVERY_S.
         self._read_s = -math.inf
+        self._read_id = b"0-0"
         # Since when the messages are read without an interruption.
         self._reading_since_s = -math.inf
         # Messages of another version or another program.
@@ -135,6 +139,11 @@ class LoadSync:
 
     async def stop(self) -> None:
         """Stop, and notify the other processes so that they need not wait for the timeout."""
+        # The notice goes over another connection. If it overtook a message, others would count this process again until
+        # SILENT_S, so the message gets its reply first, within the time after which they drop this process anyway.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SILENT_S), self._sending:
+                pass
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -207,7 +216,8 @@ class LoadSync:
             now = self._clock()
             message = self._message(self._whole_wanted or now >= whole_due)
             try:
-                await self._send(message)
+                async with self._sending:
+                    await self._send(message)
             except StoreError as error:
                 # The next message contains the whole load again.
                 self._whole_wanted = True
@@ -260,14 +270,14 @@ class LoadSync:
             connection: Connection | None = None
             try:
                 connection = await self._servers.dedicated(keys.LOADS)
-                last_id = await self._newest(connection)
+                self._read_id = await self._newest(connection)
                 self._reading_since_s = self._clock()
                 # Publish the whole load now; each process to which this one is new answers with its whole load.
                 self._whole_wanted = True
                 self._news.set()
                 self._regained()
                 while True:
-                    last_id = await self._next(connection, last_id)
+                    await self._next(connection)
                     retry_s = RETRY_FIRST_S
             except StoreError as error:
                 self._lost(str(error))
@@ -283,25 +293,23 @@ class LoadSync:
         entry_id: bytes = newest[0][0] if newest else b"0-0"
         return entry_id
 
-    async def _next(self, connection: Connection, last_id: bytes) -> bytes:
-        """Read and apply the entries after `last_id`, and return the id of the last one read."""
+    async def _next(self, connection: Connection) -> None:
+        """Read and apply the entries after the last one that was read, or none if none comes in READ_BLOCK_S."""
         block_ms = round(READ_BLOCK_S * 1_000)
-        request = command("XREAD", "COUNT", MESSAGES_PER_READ, "BLOCK", block_ms, "STREAMS", keys.LOADS, last_id)
+        request = command("XREAD", "COUNT", MESSAGES_PER_READ, "BLOCK", block_ms, "STREAMS", keys.LOADS, self._read_id)
         # After SILENT_S others count as gone, so a connection to a machine that died without a word is not kept longer.
         (reply,) = await connection.run(request, 1, READ_BLOCK_S + SILENT_S)
         if reply is None:
-            return last_id
+            return
         self._read_s = self._clock()
         ((_, entries),) = reply
-        for entry_id, fields in entries:
-            last_id = entry_id
+        for self._read_id, fields in entries:
             message = decode(fields[1]) if fields else None
             if message is None:
                 self.unreadable += 1
             elif message.process != self._process:
                 self._take(message)
         self._changed()
-        return last_id
 
     def _take(self, message: LoadMessage) -> None:
         """Apply a message of another process."""
