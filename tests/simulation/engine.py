@@ -86,6 +86,8 @@ class LifeSpan:
     # Whether the host died with it, so that its peers learn nothing.
     silently: bool = False
     sent_s: list[float] = field(default_factory=list)
+    # When it last sent no batch at a step, because it stood still or computed nothing.
+    idle_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,9 @@ class Engine:
 
         def tick() -> None:
             if self._generation == generation:
-                if not self.is_stopped and not self.is_idle:
+                if self.is_stopped or self.is_idle:
+                    self.spans[-1].idle_s = self._loop.time()
+                else:
                     self.publish()
                 self._next_step()
 

@@ -5,7 +5,7 @@ After each step of a router, and at each answer:
 
 - *Credit.* What a `live` or `catching_up` worker is credited with was held at the shown seq by the engine's present
   life, or by one whose end the router need not know yet. What a `suspect` one is credited with was held at some time.
-- *Age.* A `live` worker misses no batch that was sent `AGE_S` ago.
+- *Age.* A `live` worker misses no batch that was sent `AGE_S` ago; time in which its engine is silent does not count.
 - *Staleness.* A `live` worker is at most `LAG_S` behind what its follower showed (`staleness.py`).
 - *Agreement.* Two routers that show a worker as `live` at the same position credit the same blocks and hits.
 - *Doubt.* A `suspect` worker has no credit after `suspect_credit_s`.
@@ -227,14 +227,20 @@ class Laws:
         return self._loop.time() < heard_s + NEWS_S
 
     def _age_s(self, router: Router, engine: Engine, span: LifeSpan, seq: int | None) -> float:
-        """Return how long ago the batch after `seq` was sent."""
-        if engine.kind is Kind.STOCK and (engine.is_idle or engine.is_stopped):
-            # Only the check of a silent stream, after 10 s, shows what was dropped on its way.
-            return 0.0
+        """Return how long ago the batch after `seq` was sent.
+
+        If it was dropped on its way, only the next batch shows that, or a check after 10 s without one: without the patch,
+        there are no heartbeats. So a silence does not count, and nothing shows it if the life ends before the next batch.
+        """
         following = 0 if seq is None else seq + 1
         if following >= len(span.sent_s):
             return 0.0
-        return self._loop.time() - max(span.sent_s[following], self._excuse_s(router, engine))
+        sent_s = span.sent_s[following]
+        if not span.life.patched:
+            sent_s = max(sent_s, span.idle_s)
+            if span.ended_s is not None and span.ended_s - sent_s < LOSS_S:
+                return 0.0
+        return self._loop.time() - max(sent_s, self._excuse_s(router, engine))
 
     def _ghosts(self, router: Router, engine: Engine, seq: int | None, shown: Held) -> int:
         numbers = [

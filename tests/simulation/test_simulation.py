@@ -9,8 +9,10 @@ import time
 
 import pytest
 
+from tests.simulation import aim, engine, world
 from tests.simulation.coverage import LEASE_OUTCOMES, PAIRED_STATES, all_transitions, unmet_reason
-from tests.simulation.faults import FAULTS
+from tests.simulation.engine import Kind
+from tests.simulation.faults import FAULTS, Fault
 from tests.simulation.mutants import find
 from tests.simulation.mutations import MUTATIONS, ROOT
 from tests.simulation.search import Totals, run_alone, search
@@ -23,6 +25,21 @@ TWICE_SEED = 4
 # The worlds of the slow test, and the worlds in which each fault of the product must be found.
 MORE_SEEDS = range(100, 112)
 MOST_WORLDS = 12
+# A fleet whose engine drops most of a flood, and then says nothing: it stands still, or its machine dies.
+FLOODED = {
+    "ROUTERS": (2,),
+    "SERVERS": (1,),
+    "KINDS": (Kind.STOCK,),
+    "HTTP_SHARE": 0.0,
+    "RANKS_SHARE": 0.0,
+    "LATE_SHARE": 0.0,
+}
+FLOODED_SEED = 2
+FLOOD = Fault(0, 20.0, "engine_flood", "e0", "", 1.0, 0.0)
+SILENCES = (
+    Fault(1, 20.01, "engine_stopped", "e0", "", 6.0, 0.0),
+    Fault(1, 20.01, "engine_restart", "e0", "", 20.0, 0.0),
+)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -54,6 +71,20 @@ def test_the_table_of_a_search_has_all_that_was_met_and_all_that_was_not() -> No
 def test_what_no_world_can_meet_is_not_met() -> None:
     met = run_alone(SEEDS[0]).coverage.transitions
     assert not [transition for transition in met if unmet_reason(transition)]
+
+
+@pytest.mark.parametrize("silence", SILENCES, ids=str)
+def test_a_batch_that_was_dropped_before_a_silence_may_be_unknown_until_its_end(
+    silence: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in FLOODED.items():
+        monkeypatch.setattr(world, name, value)
+    monkeypatch.setattr(engine, "HIGH_WATER_MARKS", (20,))
+    monkeypatch.setattr(aim, "AIMED_SHARE", 0.0)
+    monkeypatch.setattr(world, "plan", lambda *_: [FLOOD, silence])
+    outcome = run_alone(FLOODED_SEED)
+    assert outcome.faults == [FLOOD, silence]
+    assert not outcome.problem, "\n".join(outcome.history[-60:])
 
 
 @pytest.mark.slow
