@@ -91,6 +91,21 @@ class LeaseLaws:
         # Its former holder writes nothing.
         assert await store.open_epoch(worker, "e", held) is CommitOutcome.FENCED
 
+    async def test_no_lease_of_a_worker_that_is_registered_again_has_a_number_of_its_former_log(
+        self, world: World
+    ) -> None:
+        worker, now_s = world.worker(), 5.0
+        async with world.store(wall_clock=lambda: now_s) as store:
+            former = [await take(store, worker, token) for token in ("a", "b")]
+            assert former == [LeaseValue("a", 5_000), LeaseValue("b", 5_001)]
+            assert await store.forget(worker, "b")
+            now_s = 6.0
+            assert await take(store, worker, "a") == LeaseValue("a", 6_000)
+            # A process that had the lease before keeps its count, also if the clock went back.
+            assert await store.forget(worker, "a")
+            taken = await store.leases.take(worker, "a", above=7_000)
+            assert taken is not None and taken[0].number == 7_001
+
     async def test_one_of_two_routers_takes_the_worker_of_a_dead_one(
         self, world: World, monkeypatch: pytest.MonkeyPatch, store: IndexStore
     ) -> None:

@@ -54,7 +54,7 @@ async def held(embedded_url: str) -> AsyncIterator[Held]:
     """
     raw = redis.Redis.from_url(embedded_url)
     raw.flushall()
-    store = await IndexStore.open(embedded_url)
+    store = await IndexStore.open(embedded_url, wall_clock=lambda: 0.0)
     renewing: list[asyncio.Task[None]] = []
 
     def hold(token: str) -> Lease:

@@ -172,7 +172,7 @@ class Router:
         decisions = DecisionLog(config.decisions_kept, feed, clock, metrics.core.watch)
         self.context = SimulatedContext(self._loop, self.host, self._new_rng())
         try:
-            store = await IndexStore.open(self._url, log_entries=self.settings.log_entries)
+            store = await IndexStore.open(self._url, log_entries=self.settings.log_entries, wall_clock=self._loop.time)
             if self.is_old:
                 store.peers = OldPeers(store._transactions)
             core = Core(

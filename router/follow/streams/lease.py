@@ -124,7 +124,7 @@ class Lease:
             lease, head = await self._take()
         finally:
             self._rounds.leave(self)
-        alone = 0 < self.number == lease.number - 1 and not self._interrupted
+        alone = head.lease <= self.number and self.number > 0 and not self._interrupted
         self._interrupted = self._is_lost = False
         self._have(lease, head)
         self._say(None)
@@ -312,7 +312,7 @@ class Lease:
             self._lose("taken", ELSEWHERE)
         assert taken is not None
         lease, head = taken
-        alone, entries = lease.number == self.number + 1, self._entries
+        alone, entries = head.lease <= self.number, self._entries
         self._have(lease, head)
         if not alone:
             self._interrupted = True

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leases on workers: the right to write a worker, which one router process has at a time.
 
-The numbers of a worker's leases only grow. A lease stays valid until another process takes it. Another process may take
+The numbers of a worker's leases only grow, and a new log of a worker begins with the time in ms. So no two logs share a
+number, even if a removed worker is registered again, or the store lost its data: a heartbeat that vouches for one log
+by the number of its lease vouches for no other. A lease stays valid until another process takes it. Another process may take
 it once the holder's router has no lease of its own, which expires, or shows that it gave the lease up.
 """
 
@@ -53,8 +55,15 @@ class Seen(msgspec.Struct, frozen=True):
 class Leases:
     """The leases of one store. The methods raise StoreUnavailable and StoreError."""
 
-    def __init__(self, transactions: Transactions) -> None:
+    def __init__(self, transactions: Transactions, wall_clock: Callable[[], float]) -> None:
+        """Begin without connections.
+
+        Args:
+            transactions: Run the requests.
+            wall_clock: Returns the seconds since 1970.
+        """
         self._transactions = transactions
+        self._wall_clock = wall_clock
 
     # -- leases of routers
 
@@ -106,8 +115,8 @@ class Leases:
         Args:
             worker: The worker.
             token: The router process that takes the lease.
-            above: The highest number that this process had. If the new lease has the number above + 1, no other process
-                had the lease since, or the store lost the number of the one that had it.
+            above: The highest number that this process had. If the head has no higher one, no other process had the lease
+                since, or the store lost the number of the one that had it.
             is_given_up: Returns whether another router does not hold its lease of this value any longer, although the
                 store has it.
         """
@@ -119,7 +128,8 @@ class Leases:
             if holder not in (None, other) and LeaseValue.token_of(holder) not in (None, token):
                 other = holder
                 return False
-            lease = LeaseValue(token, max(head.lease, above) + 1)
+            number = max(head.lease, above) + 1
+            lease = LeaseValue(token, number if head.lease else max(number, _milliseconds(self._wall_clock())))
             taken = lease, head
             return [
                 command("SET", keys.lease(worker), lease.value),

@@ -17,6 +17,7 @@ the log (log_follower.py).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from kvrouter.router.base.common.ids import Place, WorkerKey
@@ -64,10 +65,12 @@ class IndexStore:
     It is safe for concurrent use within one event loop. The methods raise StoreUnavailable and StoreError.
     """
 
-    def __init__(self, servers: Servers, *, log_entries: int = LOG_ENTRIES) -> None:
+    def __init__(
+        self, servers: Servers, *, log_entries: int = LOG_ENTRIES, wall_clock: Callable[[], float] = time.time
+    ) -> None:
         self.servers = servers
         self._transactions = Transactions(servers)
-        self.leases = Leases(self._transactions)
+        self.leases = Leases(self._transactions, wall_clock)
         self.peers = Peers(self._transactions)
         self.registry = Registry(self._transactions)
         self.schemas = Schemas(self._transactions)
@@ -77,14 +80,17 @@ class IndexStore:
         self.last_entries: dict[WorkerKey, int] = {}
 
     @classmethod
-    async def open(cls, url: str, *, log_entries: int = LOG_ENTRIES) -> IndexStore:
+    async def open(
+        cls, url: str, *, log_entries: int = LOG_ENTRIES, wall_clock: Callable[[], float] = time.time
+    ) -> IndexStore:
         """Connect to redis://, rediss://, unix:// or redis+sentinel://. A cluster is recognised without being named.
 
         Args:
             url: The URL of the store.
             log_entries: About how many entries of each worker's log are kept.
+            wall_clock: Returns the seconds since 1970.
         """
-        return cls(await Servers.open(url), log_entries=log_entries)
+        return cls(await Servers.open(url), log_entries=log_entries, wall_clock=wall_clock)
 
     async def close(self) -> None:
         """Close all connections."""
