@@ -477,16 +477,31 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "unread_load_denies",
         f"{_LOAD}/load_sync.py",
-        "        if problem is None and self._clock() - self._read_s > SILENT_S:\n",
-        "        if False:\n",
+        "        elif problem is None and self._clock() - self._read_s > MAX_READ_GAP_S:\n",
+        "        elif False:\n",
         "A router that reads nothing denies that another router may have a reservation (found by the simulation).",
     ),
     Mutation(
         "early_denial",
         f"{_LOAD}/load_sync.py",
-        "        if not self._table.others and pause_s > 0:\n",
+        "        if pause_s > 0:\n",
         "        if False:\n",
         "A router that has just begun to read denies another router's reservation (found by the simulation).",
+    ),
+    Mutation(
+        "denial_of_some",
+        f"{_LOAD}/load_sync.py",
+        "        if pause_s > 0:\n",
+        "        if not self._table.others and pause_s > 0:\n",
+        "A router that has heard some routers since it reads again denies the reservation of one that it has not heard (found by "
+        "the simulation).",
+    ),
+    Mutation(
+        "read_gap_ignored",
+        f"{_LOAD}/load_sync.py",
+        "            self._reading_since_s = now\n        self._read_s = now\n",
+        "            pass\n        self._read_s = now\n",
+        "A router that has just read its own message again, and has forgotten the other routers, denies their reservations.",
     ),
     Mutation(
         "dead_load_stays",

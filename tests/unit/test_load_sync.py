@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ from kvrouter.router.route.load.load_messages import (
     decode,
     encode,
 )
-from kvrouter.router.route.load.load_sync import ENDING_ANSWER_S, SILENT_S, LoadSync
+from kvrouter.router.route.load.load_sync import ALL_HEARD_S, ENDING_ANSWER_S, MAX_READ_GAP_S, SILENT_S, LoadSync
 from kvrouter.router.route.load.load_table import LoadTable, Totals
 from kvrouter.router.route.load.worker_load import LoadModel
 
@@ -114,21 +114,103 @@ def test_loads_of_any_size_are_read_by_others() -> None:
     assert read is not None and read.totals[0].totals == Totals(2**31, MAX_COUNT, MAX_COUNT)
 
 
+class Reader:
+    """A connection that brings one message of a process."""
+
+    def __init__(self, process: str) -> None:
+        self.process = process
+
+    async def run(self, request: bytes, replies: int, timeout_s: float) -> list[Any]:
+        return [[(b"loads", [(b"1-0", [b"m", encode(LoadMessage(self.process, True))])])]]
+
+
+class SteppedTime:
+    """A clock that moves only while a share pauses, which calls `during`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        self.pauses: list[float] = []
+        self.during: Callable[[], Awaitable[None]] | None = None
+        monkeypatch.setattr(asyncio, "sleep", self._sleep)
+
+    async def _sleep(self, pause_s: float) -> None:
+        self.pauses.append(pause_s)
+        if self.during is not None:
+            await self.during()
+        self.now_s += pause_s
+
+
 async def test_a_process_that_reads_nothing_does_not_say_that_nobody_has_a_reservation() -> None:
     now_s = 100.0
     share = Share(0, lambda: now_s)
-
-    class Reader:
-        async def run(self, request: bytes, replies: int, timeout_s: float) -> list[Any]:
-            return [[(b"loads", [(b"1-0", [b"m", encode(LoadMessage("p", True))])])]]
-
     with pytest.raises(StoreDown, match="nothing that routers publish"):
         await share.end_elsewhere("s", RELEASE)
-    await share._next(cast(Any, Reader()))
+    share._reading_since_s = now_s - ALL_HEARD_S
+    await share._next(cast(Any, Reader("p")))
     assert not await share.end_elsewhere("s", RELEASE)
-    # The store hangs: the reader has no error yet, and the other processes are not heard.
-    now_s += SILENT_S + 0.1
+    # The store hangs: the reader has no error yet, and the other processes are not heard, of which some are forgotten
+    # before SILENT_S, because they were heard some time before the last message.
+    now_s += MAX_READ_GAP_S + 0.1
     with pytest.raises(StoreDown, match="nothing that routers publish"):
+        await share.end_elsewhere("s", RELEASE)
+
+
+async def test_process_that_heard_some_others_asks_those_that_it_hears_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    time = SteppedTime(monkeypatch)
+    share = Share(0, lambda: time.now_s)
+    share._reading_since_s = time.now_s
+    await share._next(cast(Any, Reader("q")))
+
+    async def hear_the_owner() -> None:
+        await share._next(cast(Any, Reader("r")))
+
+    time.during = hear_the_owner
+    share._news.clear()
+    ending = asyncio.create_task(share.end_elsewhere("s", RELEASE))
+    async with asyncio.timeout(TIMEOUT_S):
+        await share._news.wait()
+    assert time.pauses == [ALL_HEARD_S]
+    share._take(LoadMessage("q", False, answers=[("p", 1, False)]))
+    share._take(LoadMessage("r", False, answers=[("p", 1, True)]))
+    assert await ending, "the denial of one proves nothing about the other"
+
+
+async def test_gap_in_reading_counts_as_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    time = SteppedTime(monkeypatch)
+    share = Share(0, lambda: time.now_s)
+    share._reading_since_s = time.now_s
+    await share._next(cast(Any, Reader("q")))
+    time.now_s += SILENT_S + 0.1
+    share.tick()
+    assert not share.others
+    # The first reply after the gap has the own message alone, and the other process publishes all the time.
+    await share._next(cast(Any, Reader("p")))
+
+    async def hear_the_owner() -> None:
+        await share._next(cast(Any, Reader("q")))
+
+    time.during = hear_the_owner
+    share._news.clear()
+    ending = asyncio.create_task(share.end_elsewhere("s", RELEASE))
+    async with asyncio.timeout(TIMEOUT_S):
+        await share._news.wait()
+    assert time.pauses == [ALL_HEARD_S]
+    share._take(LoadMessage("q", False, answers=[("p", 1, True)]))
+    assert await ending
+
+
+async def test_interruption_during_the_wait_leaves_the_owner_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    time = SteppedTime(monkeypatch)
+    share = Share(0, lambda: time.now_s)
+    share._reading_since_s = time.now_s
+    await share._next(cast(Any, Reader("q")))
+
+    async def interrupt() -> None:
+        share._reading_since_s += 0.5
+        await share._next(cast(Any, Reader("q")))
+
+    time.during = interrupt
+    with pytest.raises(StoreDown, match="interrupted"):
         await share.end_elsewhere("s", RELEASE)
 
 

@@ -45,6 +45,9 @@ WHOLE_EVERY_S = 0.5
 ALL_HEARD_S = 2 * WHOLE_EVERY_S
 # Four missed complete messages: a process that stalls for this long serves no requests either.
 SILENT_S = 2.0
+# After a longer gap between two messages that were read, another process may count as gone although it publishes: it was
+# heard up to ALL_HEARD_S before the gap, and is forgotten after SILENT_S.
+MAX_READ_GAP_S = SILENT_S - ALL_HEARD_S
 # Messages kept in the stream: some seconds of 64 processes. A reader that is further behind learns everything from the
 # next complete messages.
 STREAM_MESSAGES = 4_096
@@ -123,7 +126,7 @@ class LoadSync:
         # writes every WHOLE_EVERY_S.
         self._read_s = -math.inf
         self._read_id = b"0-0"
-        # Since when the messages are read without an interruption.
+        # Since when the messages are read without an interruption: a new connection, or more than MAX_READ_GAP_S without any.
         self._reading_since_s = -math.inf
         # Messages of another version or another program.
         self.unreadable = 0
@@ -179,13 +182,17 @@ class LoadSync:
         Raises:
             StoreDown: The owner could not be determined.
         """
-        pause_s = self._reading_since_s + ALL_HEARD_S - self._clock()
-        if not self._table.others and pause_s > 0:
+        # Some of the others may be known before all are, and the denials of some prove nothing about the rest.
+        since_s = self._reading_since_s
+        pause_s = since_s + ALL_HEARD_S - self._clock()
+        if pause_s > 0:
             await asyncio.sleep(pause_s)
         problem = self.problem
-        if problem is None and self._clock() - self._read_s > SILENT_S:
+        if problem is None and self._reading_since_s != since_s:
+            problem = "reading what routers publish was interrupted"
+        elif problem is None and self._clock() - self._read_s > MAX_READ_GAP_S:
             # The store hangs or refuses writes, or this process stood still: others may exist that are not heard.
-            problem = f"nothing that routers publish was read for {SILENT_S:g} s"
+            problem = f"nothing that routers publish was read for {MAX_READ_GAP_S:g} s"
         if not self._table.others and problem is None:
             return False
         if problem is not None or len(self._pending_ends) >= MAX_ENDINGS:
@@ -301,7 +308,10 @@ class LoadSync:
         (reply,) = await connection.run(request, 1, READ_BLOCK_S + SILENT_S)
         if reply is None:
             return
-        self._read_s = self._clock()
+        now = self._clock()
+        if now - max(self._read_s, self._reading_since_s) > MAX_READ_GAP_S:
+            self._reading_since_s = now
+        self._read_s = now
         ((_, entries),) = reply
         for self._read_id, fields in entries:
             message = decode(fields[1]) if fields else None
