@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,7 @@ from kvrouter.router.index.store import keys
 from kvrouter.router.index.store import store as stores
 from kvrouter.router.index.store.commit import Commit
 from kvrouter.router.index.store.log_entry import LogEntry
-from kvrouter.router.index.store.log_follower import LogFollower, Reload, StoreBack, StoreLost
+from kvrouter.router.index.store.log_follower import ENTRIES_PER_READ, LogFollower, Reload, StoreBack, StoreLost
 from kvrouter.router.index.store.store import IndexStore
 from tests.contract.index_support import (
     APPLIED,
@@ -239,6 +240,40 @@ class FollowLaws:
             await follower.close()
             await writer
             assert followed == {place: blocks for place, blocks in residency.items() if blocks}
+
+    async def test_an_entry_is_of_the_backlog_until_the_log_was_read_to_its_end(
+        self, world: World, store: IndexStore
+    ) -> None:
+        worker = await world.owned(store)
+        seqs = iter(range(100))
+
+        async def write(count: int) -> None:
+            for seq in itertools.islice(seqs, count):
+                assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (seq,))]), ME) is APPLIED
+
+        async def read(count: int) -> list[bool]:
+            entries = []
+            async with asyncio.timeout(WAIT_S):
+                while len(entries) < count:
+                    entries += [item for item in await follower.next() if isinstance(item, LogEntry)]
+            return [entry.is_backlog for entry in entries]
+
+        await write(2 * ENTRIES_PER_READ)
+        follower = LogFollower(store.servers, supervisor=supervisor())
+        follower.add(worker)
+        assert all(await read(2 * ENTRIES_PER_READ + 1))
+        for _ in range(3):
+            await write(1)
+            assert await read(1) == [False]
+        # What a lost connection would have brought may wait for long.
+        for reader in follower._readers.values():
+            assert reader._connection is not None
+            reader._connection.close()
+        await write(1)
+        assert await read(1) == [True]
+        await write(1)
+        assert await read(1) == [False]
+        await follower.close()
 
     async def test_a_trimmed_log_asks_for_a_reload_and_continues_after_it(
         self, world: World, store: IndexStore

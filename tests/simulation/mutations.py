@@ -252,6 +252,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A heartbeat that was under way for seconds counts as written when it arrived (found by the simulation, seed 100).",
     ),
     Mutation(
+        "backlog_is_news",
+        f"{_STREAMS}/peer_view.py",
+        "is_news = lease != self.position.lease and not entry.is_backlog",
+        "is_news = lease != self.position.lease",
+        "The writer of an old log that is read from its beginning counts as alive (found by the simulation, seed 560004).",
+    ),
+    Mutation(
         "logs_share_numbers",
         f"{_STORE}/leases.py",
         "number if head.lease else max(number, _milliseconds(self._wall_clock()))",

@@ -163,7 +163,9 @@ class PeerView:
             self._meta, self._counts = {}, {}
         self._meta |= entry.meta
         lease = self._number(META_STATE_LEASE)
-        since_s = now_s if lease != self.position.lease else self.position.since_s
+        # Nobody knows when the writer of an entry of the backlog lived.
+        is_news = lease != self.position.lease and not entry.is_backlog
+        since_s = now_s if is_news else self.position.since_s
         self.position = Position(lease, entry.commit, since_s)
         for change in entry.changes:
             self._counts[change.place] = self._counts.get(change.place, 0) + len(change.added) - len(change.removed)

@@ -73,7 +73,8 @@ class Position(msgspec.Struct, frozen=True):
     lease: int = 0
     # The number of the last log entry that was applied.
     commits: int = 0
-    # When the first log entry of this lease was read, by this process's clock. Its writer was alive then.
+    # When the first log entry of this lease was read, by this process's clock, unless it was in a backlog. Its writer was
+    # alive then.
     since_s: float = -math.inf
 
 

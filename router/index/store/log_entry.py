@@ -44,6 +44,8 @@ class LogEntry(msgspec.Struct, frozen=True):
     opened_epoch: bool
     changes: list[ResidencyDelta]
     meta: dict[str, bytes]
+    # Whether it may have been in the log for long, because the log had not been read to its end before.
+    is_backlog: bool = False
 
 
 _encode = msgspec.msgpack.Encoder().encode

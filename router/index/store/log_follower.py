@@ -85,6 +85,8 @@ class _Position:
         self.epoch = image.epoch
         # The last seq that was committed in the epoch, None if none was.
         self.seq = image.seq
+        # Whether the present connection has read the log to its end.
+        self.is_current = False
 
     def advance(self, entry_id: bytes, fields: list[bytes]) -> LogEntry | Reload:
         """Move to the next entry and return it, or return a `Reload` if it does not continue the log."""
@@ -133,6 +135,8 @@ class _Reader:
         # The logs of the read under way, and the timer that ends it for logs that were added since.
         self._followed: dict[str, _Position] = {}
         self._gathering: asyncio.TimerHandle | None = None
+        # Whether some of the logs may not have been read to their ends.
+        self._has_backlogs = False
         self._woken = asyncio.Event()
         self._lost = False
         # False between a failure and the next start.
@@ -141,6 +145,7 @@ class _Reader:
 
     def add(self, position: _Position) -> None:
         self._positions[keys.log(position.worker)] = position
+        self._has_backlogs = True
         self._woken.set()
         if self._blocked and self._gathering is None:
             self._gathering = asyncio.get_running_loop().call_later(GATHER_S, self._restart_read)
@@ -206,6 +211,9 @@ class _Reader:
             return
         if self._connection is None or self._connection.closed:
             self._connection = await self._servers.dedicated(next(iter(self._positions)))
+            self._has_backlogs = True
+            for position in self._positions.values():
+                position.is_current = False
             await self._check_positions()
             if self._lost:
                 self._lost = False
@@ -213,6 +221,7 @@ class _Reader:
             if not self._positions:
                 return
         followed = self._followed = dict(self._positions)
+        had_backlogs, self._has_backlogs = self._has_backlogs, False
         request = command(
             *("XREAD", "COUNT", ENTRIES_PER_READ, "BLOCK", round(BLOCK_S * 1_000), "STREAMS"),
             *followed,
@@ -231,8 +240,16 @@ class _Reader:
             return
         self._blocked = False
         items: _Found = []
+        full: list[_Position] = []
         for log, entries in streams or ():
-            items += self._advance(followed[log.decode("ascii")], entries)
+            position = followed[log.decode("ascii")]
+            items += self._advance(position, entries)
+            if len(entries) == ENTRIES_PER_READ and not position.is_current:
+                full.append(position)
+        if had_backlogs:
+            for position in followed.values():
+                position.is_current = position not in full
+            self._has_backlogs |= bool(full)
         if items:
             await self._out.put(items)
 
@@ -240,6 +257,8 @@ class _Reader:
         items: _Found = []
         for entry_id, fields in entries:
             item = position.advance(entry_id, fields)
+            if isinstance(item, LogEntry) and not position.is_current:
+                item = msgspec.structs.replace(item, is_backlog=True)
             items.append((position, item))
             if isinstance(item, Reload):
                 self._stop(position)
