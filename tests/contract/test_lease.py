@@ -200,6 +200,18 @@ async def test_a_lease_that_the_store_lost_is_taken_again_in_place(held: Held) -
     assert raw.get(keys.lease(WORKER)) == b"one:2"
 
 
+async def test_a_router_that_waits_for_a_lease_shows_none(held: Held) -> None:
+    holder, _, raw, *_ = held
+    # It had one, and failed to load what it needs. Another router took the worker meanwhile.
+    raw.set(keys.lease(WORKER), "two:2")
+    raw.set(keys.router_lease("two"), 1, px=60_000)
+    assert holder.held and holder._held.holdings
+    taking = asyncio.ensure_future(holder.take())
+    await asyncio.sleep(TTL_S)
+    assert not taking.done() and not holder.held and not holder._held.holdings
+    taking.cancel()
+
+
 async def test_a_lease_stays_while_its_router_renews(held: Held) -> None:
     holder, _, raw, *_ = held
     kept = asyncio.ensure_future(holder.keep(lambda: True))

@@ -259,6 +259,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "The writer of an old log that is read from its beginning counts as alive (found by the simulation, seed 560004).",
     ),
     Mutation(
+        "waits_as_holder",
+        f"{_STREAMS}/lease.py",
+        "        # What the caller had to load after an earlier take may have failed.\n        self._end()\n",
+        "",
+        "A router that waits for a lease again goes on showing the one that it had (found by the simulation, seed 560026).",
+    ),
+    Mutation(
         "logs_share_numbers",
         f"{_STORE}/leases.py",
         "number if head.lease else max(number, _milliseconds(self._wall_clock()))",

@@ -119,6 +119,8 @@ class Lease:
 
     async def take(self) -> bool:
         """Wait for the lease; return whether no other process had it since this one did, as far as the store knows."""
+        # What the caller had to load after an earlier take may have failed.
+        self._end()
         self._rounds.join(self)
         try:
             lease, head = await self._take()
