@@ -121,7 +121,11 @@ def test_no_worker_is_blamed_for_a_clients_error(status: str) -> None:
             assert router.post(CHAT, BODY)[0] == int(status[:3])
         assert not other.asked
         assert router.admission.problem(W0) is None
-        assert router.sample("proxy_answers_total", worker="w0", outcome="client_error") == 3 * FAILURES_TO_OPEN
+        # An answer is counted just after it was sent.
+        until(
+            lambda: router.sample("proxy_answers_total", worker="w0", outcome="client_error") == 3 * FAILURES_TO_OPEN,
+            "each answer counts",
+        )
 
 
 def test_errors_of_an_engine_open_its_breaker_and_an_answer_closes_it() -> None:
