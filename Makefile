@@ -84,21 +84,21 @@ demo: $(firstword $(wildcard $(VENV)/installed) $(VENV)/runtime)
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/kvrouter demo
 
 # A file's tests stay in one process, so that they share their router and their store. Tests wait for sockets,
-# timeouts and other processes for two thirds of their time, so there are two processes more than there are cores.
+# timeouts and other processes for two thirds of their time, so there is a process more than there are cores.
 CORES = $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 PYTEST := $(BIN)/python -m pytest --ignore=tests/engine --maxprocesses 8 --dist loadfile
 FEW := KVROUTER_TEST_EXAMPLES=few $(PYTEST) -m "not slow"
 
 test: $(VENV)/installed
-	$(FEW) --numprocesses $$(($(CORES) + 2)) $(ARGS)
+	$(FEW) --numprocesses $$(($(CORES) + 1)) $(ARGS)
 
 # The order is that of tests/conftest.py, because some files with few tests take the longest.
 test-all: $(VENV)/installed
-	$(PYTEST) -m "slow or property" --numprocesses $$(($(CORES) + 2)) --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -m "slow or property" --numprocesses $$(($(CORES) + 1)) --no-loadscope-reorder $(ARGS)
 
 # Run modules as without a C compiler. tests/conftest.py leaves out files in which no compiled module decides.
 test-uncompiled: $(VENV)/installed
-	KVROUTER_TEST_UNCOMPILED=1 $(FEW) --numprocesses $$(($(CORES) + 2)) $(ARGS)
+	KVROUTER_TEST_UNCOMPILED=1 $(FEW) --numprocesses $$(($(CORES) + 1)) $(ARGS)
 
 # PYTHON names an interpreter with torch and vLLM for CUDA. Where there is no CUDA device, one line says so.
 test-cuda:
