@@ -252,7 +252,7 @@ class FollowLaws:
                 assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (seq,))]), ME) is APPLIED
 
         async def read(count: int) -> list[bool]:
-            entries = []
+            entries: list[LogEntry] = []
             async with asyncio.timeout(WAIT_S):
                 while len(entries) < count:
                     entries += [item for item in await follower.next() if isinstance(item, LogEntry)]
