@@ -265,7 +265,7 @@ class FollowLaws:
         for _ in range(3):
             await write(1)
             assert await read(1) == [False]
-        # What a lost connection would have brought may wait for long.
+        # Entries that a lost connection would have brought may wait for long.
         for reader in follower._readers.values():
             assert reader._connection is not None
             reader._connection.close()

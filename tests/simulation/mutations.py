@@ -261,7 +261,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "waits_as_holder",
         f"{_STREAMS}/lease.py",
-        "        # What the caller had to load after an earlier take may have failed.\n        self._end()\n",
+        "        # The caller may have failed to load what it needs after an earlier take.\n        self._end()\n",
         "",
         "A router that waits for a lease again goes on showing the one that it had (found by the simulation, seed 560026).",
     ),

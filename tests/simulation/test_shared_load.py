@@ -66,7 +66,7 @@ class World:
 
     @property
     def problem(self) -> str:
-        """What the law finds."""
+        """The problem that the law finds."""
         return self._law.problem()
 
 

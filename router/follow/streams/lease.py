@@ -119,7 +119,7 @@ class Lease:
 
     async def take(self) -> bool:
         """Wait for the lease; return whether no other process had it since this one did, as far as the store knows."""
-        # What the caller had to load after an earlier take may have failed.
+        # The caller may have failed to load what it needs after an earlier take.
         self._end()
         self._rounds.join(self)
         try:
