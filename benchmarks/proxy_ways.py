@@ -15,7 +15,6 @@ from pathlib import Path
 
 from benchmarks import plain_proxies
 from benchmarks.http_client import HttpClient
-from benchmarks.plain_proxies import PLAIN
 from benchmarks.processes import START_TIMEOUT_S, Publisher, serving
 from benchmarks.workload import MODEL, Publishing, Workload, write_frames
 from tests.support.ports import free_port
@@ -83,7 +82,7 @@ def ways(
                     command += [part for url, end in pairs for part in ("--kv-event-source", f"{url}={end}")]
                     command += ["--kv-event-block-size", "16", "--kv-event-model", MODEL]
                 commands[name] = command
-        plain = [name for name in PLAIN if not plain_proxies.problem(name)]
+        plain = [name for name in plain_proxies.PLAIN if not plain_proxies.problem(name)]
         for n, name in enumerate(name for name in names if name in commands or name in plain):
             port = ports[name] = free_port()
             if name in plain:

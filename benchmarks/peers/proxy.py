@@ -9,7 +9,6 @@ from __future__ import annotations
 from benchmarks import plain_proxies
 from benchmarks.peers.packages import PeerSettings
 from benchmarks.peers.table import OURS, Findings, PeerRow, peer_row
-from benchmarks.plain_proxies import PLAIN
 from benchmarks.proxy_overhead import SIZES, StreamRow
 from benchmarks.proxy_overhead import measure as measure_ways
 from benchmarks.proxy_ways import CACHE_AWARE, KV_AWARE
@@ -30,10 +29,10 @@ WITH_GOAL = ("added_p50_us", "requests_per_cpu_s", "added_first_p50_us", "cpu_pe
 
 def measure(settings: PeerSettings) -> Findings:
     command = settings.vllm_router.command("vllm-router")
-    names = (OUR_WAY, CACHE_AWARE, KV_AWARE, *PLAIN)
+    names = (OUR_WAY, CACHE_AWARE, KV_AWARE, *plain_proxies.PLAIN)
     measured, notes = measure_ways(settings.folder, command, quick=settings.quick, names=names, kinds=("ids",))
     problems = dict.fromkeys((KV_AWARE, CACHE_AWARE), settings.vllm_router.problem)
-    problems |= {name: plain_proxies.problem(name) for name in PLAIN}
+    problems |= {name: plain_proxies.problem(name) for name in plain_proxies.PLAIN}
     rows: list[PeerRow] = []
 
     def add(what: str, unit: str, values: dict[str, list[float]], field: str, goal: float) -> None:

@@ -155,21 +155,28 @@ async def test_a_process_that_reads_nothing_does_not_say_that_nobody_has_a_reser
         await share.end_elsewhere("s", RELEASE)
 
 
+async def ending_that_hears(owner: str, share: Share, time: SteppedTime) -> asyncio.Task[bool]:
+    """Begin to end a reservation elsewhere, hear its owner in the pause, and return once the others are to be queried."""
+
+    async def hear() -> None:
+        await share._next(cast(Any, Reader(owner)))
+
+    time.during = hear
+    share._news.clear()
+    ending = asyncio.create_task(share.end_elsewhere("s", RELEASE))
+    async with asyncio.timeout(TIMEOUT_S):
+        await share._news.wait()
+    assert time.pauses == [ALL_HEARD_S]
+    return ending
+
+
 async def test_process_that_heard_some_others_asks_those_that_it_hears_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     time = SteppedTime(monkeypatch)
     share = Share(0, lambda: time.now_s)
     share._reading_since_s = time.now_s
     await share._next(cast(Any, Reader("q")))
 
-    async def hear_the_owner() -> None:
-        await share._next(cast(Any, Reader("r")))
-
-    time.during = hear_the_owner
-    share._news.clear()
-    ending = asyncio.create_task(share.end_elsewhere("s", RELEASE))
-    async with asyncio.timeout(TIMEOUT_S):
-        await share._news.wait()
-    assert time.pauses == [ALL_HEARD_S]
+    ending = await ending_that_hears("r", share, time)
     share._take(LoadMessage("q", False, answers=[("p", 1, False)]))
     share._take(LoadMessage("r", False, answers=[("p", 1, True)]))
     assert await ending, "the denial of one proves nothing about the other"
@@ -186,15 +193,7 @@ async def test_gap_in_reading_counts_as_an_interruption(monkeypatch: pytest.Monk
     # The first reply after the gap has the own message alone, and the other process publishes all the time.
     await share._next(cast(Any, Reader("p")))
 
-    async def hear_the_owner() -> None:
-        await share._next(cast(Any, Reader("q")))
-
-    time.during = hear_the_owner
-    share._news.clear()
-    ending = asyncio.create_task(share.end_elsewhere("s", RELEASE))
-    async with asyncio.timeout(TIMEOUT_S):
-        await share._news.wait()
-    assert time.pauses == [ALL_HEARD_S]
+    ending = await ending_that_hears("q", share, time)
     share._take(LoadMessage("q", False, answers=[("p", 1, True)]))
     assert await ending
 
