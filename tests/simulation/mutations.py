@@ -498,17 +498,24 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "early_denial",
         f"{_LOAD}/load_sync.py",
-        "        if pause_s > 0:\n",
-        "        if False:\n",
+        "        all_heard_s = since_s + ALL_HEARD_S\n",
+        "        all_heard_s = since_s\n",
         "A router that has just begun to read denies another router's reservation (found by the simulation).",
     ),
     Mutation(
         "denial_of_some",
         f"{_LOAD}/load_sync.py",
-        "        if pause_s > 0:\n",
-        "        if not self._table.others and pause_s > 0:\n",
+        "        all_heard_s = since_s + ALL_HEARD_S\n",
+        "        all_heard_s = since_s + (0.0 if self._table.others else ALL_HEARD_S)\n",
         "A router that has heard some routers since it reads again denies the reservation of one that it has not heard (found by "
         "the simulation).",
+    ),
+    Mutation(
+        "hang_unseen",
+        f"{_LOAD}/load_sync.py",
+        "        elif problem is None and self._read_s < all_heard_s:\n",
+        "        elif False:\n",
+        "A router whose connection hangs as soon as it reads denies another router's reservation (found by the simulation).",
     ),
     Mutation(
         "read_gap_ignored",

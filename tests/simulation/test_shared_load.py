@@ -45,13 +45,18 @@ class World:
     def _fail(self, problem: str) -> None:
         raise AssertionError(problem)
 
-    def write(self, *, leaves: bool = False) -> None:
-        """Let the store execute a message of `q`."""
+    def write(self, *, process: str = "q", leaves: bool = False) -> None:
+        """Let the store execute a message of a process."""
         self.now_s += 0.001
         entry_id = b"%d-0" % round(1_000 * self.now_s)
-        fields = [keys.LOADS_MESSAGE.encode(), encode(LoadMessage("q", True, leaves=leaves))]
+        fields = [keys.LOADS_MESSAGE.encode(), encode(LoadMessage(process, True, leaves=leaves))]
         self._entries.append((entry_id, fields))
         self._take("b", [(b"XADD", LOADS, b"MAXLEN", b"~", b"4096", entry_id, *fields)])
+
+    def evict(self) -> None:
+        """Let the store drop all messages, as one without memory does."""
+        self._entries.clear()
+        self._take("", [(b"DEL", LOADS)])
 
     async def read(self, count: int) -> None:
         """Let the router read the first entries of those that are left."""
@@ -91,6 +96,17 @@ async def test_process_whose_last_message_was_read_must_not_count() -> None:
     # A message from before the router began to read, again, was perhaps not read.
     world.share._reading_since_s = world.now_s
     assert not world.problem
+
+
+async def test_last_message_that_the_store_evicted_was_perhaps_not_read() -> None:
+    world = World()
+    world.write()
+    await world.read(1)
+    world.write(leaves=True)
+    world.evict()
+    world.write(process="r")
+    await world.read(1)
+    assert world.share._table.processes == {"q", "r"} and not world.problem
 
 
 async def test_message_that_was_under_way_counts_until_the_process_is_silent() -> None:

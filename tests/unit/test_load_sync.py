@@ -24,7 +24,14 @@ from kvrouter.router.route.load.load_messages import (
     decode,
     encode,
 )
-from kvrouter.router.route.load.load_sync import ALL_HEARD_S, ENDING_ANSWER_S, MAX_READ_GAP_S, SILENT_S, LoadSync
+from kvrouter.router.route.load.load_sync import (
+    ALL_HEARD_S,
+    ALL_READ_S,
+    ENDING_ANSWER_S,
+    MAX_READ_GAP_S,
+    SILENT_S,
+    LoadSync,
+)
 from kvrouter.router.route.load.load_table import LoadTable, Totals
 from kvrouter.router.route.load.worker_load import LoadModel
 
@@ -125,7 +132,7 @@ class Reader:
 
 
 class SteppedTime:
-    """A clock that moves only while a share pauses, which calls `during`."""
+    """A clock that moves only while a share pauses; `during` is called in the middle and at the end."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
@@ -135,9 +142,10 @@ class SteppedTime:
 
     async def _sleep(self, pause_s: float) -> None:
         self.pauses.append(pause_s)
-        if self.during is not None:
-            await self.during()
-        self.now_s += pause_s
+        for _ in range(2):
+            self.now_s += pause_s / 2
+            if self.during is not None:
+                await self.during()
 
 
 async def test_a_process_that_reads_nothing_does_not_say_that_nobody_has_a_reservation() -> None:
@@ -166,7 +174,7 @@ async def ending_that_hears(owner: str, share: Share, time: SteppedTime) -> asyn
     ending = asyncio.create_task(share.end_elsewhere("s", RELEASE))
     async with asyncio.timeout(TIMEOUT_S):
         await share._news.wait()
-    assert time.pauses == [ALL_HEARD_S]
+    assert time.pauses == [ALL_READ_S]
     return ending
 
 
@@ -180,6 +188,19 @@ async def test_process_that_heard_some_others_asks_those_that_it_hears_soon(monk
     share._take(LoadMessage("q", False, answers=[("p", 1, False)]))
     share._take(LoadMessage("r", False, answers=[("p", 1, True)]))
     assert await ending, "the denial of one proves nothing about the other"
+
+
+async def test_connection_that_hangs_soon_after_the_start_leaves_the_owner_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    time = SteppedTime(monkeypatch)
+    share = Share(0, lambda: time.now_s)
+    share._reading_since_s = time.now_s
+    time.now_s += ALL_READ_S - MAX_READ_GAP_S
+    # The own message is read, and nothing after it, as the connection hangs before the other processes are heard.
+    await share._next(cast(Any, Reader("p")))
+    with pytest.raises(StoreDown, match="too little"):
+        await share.end_elsewhere("s", RELEASE)
 
 
 async def test_gap_in_reading_counts_as_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,9 @@ BATCH_S = 0.02
 WHOLE_EVERY_S = 0.5
 # How long after the beginning of the reading all other processes have been heard: each publishes twice in this time.
 ALL_HEARD_S = 2 * WHOLE_EVERY_S
+# How long after the beginning of the reading a message is read that came after ALL_HEARD_S: this process's own, at the
+# latest.
+ALL_READ_S = ALL_HEARD_S + WHOLE_EVERY_S
 # Four missed complete messages: a process that stalls for this long serves no requests either.
 SILENT_S = 2.0
 # After a longer gap between two messages that were read, another process may count as gone although it publishes: it was
@@ -182,17 +185,20 @@ class LoadSync:
         Raises:
             StoreDown: The owner could not be determined.
         """
-        # Some of the others may be known before all are, and the denials of some prove nothing about the rest.
+        # Some of the others may be known before all are, and the denials of some prove nothing about the rest. A message
+        # that was read after ALL_HEARD_S proves that all were read; the clock does not, as the connection may hang.
         since_s = self._reading_since_s
-        pause_s = since_s + ALL_HEARD_S - self._clock()
-        if pause_s > 0:
-            await asyncio.sleep(pause_s)
+        all_heard_s = since_s + ALL_HEARD_S
+        if self._read_s < all_heard_s:
+            await asyncio.sleep(max(0.0, since_s + ALL_READ_S - self._clock()))
         problem = self.problem
         if problem is None and self._reading_since_s != since_s:
             problem = "reading what routers publish was interrupted"
         elif problem is None and self._clock() - self._read_s > MAX_READ_GAP_S:
             # The store hangs or refuses writes, or this process stood still: others may exist that are not heard.
             problem = f"nothing that routers publish was read for {MAX_READ_GAP_S:g} s"
+        elif problem is None and self._read_s < all_heard_s:
+            problem = "too little of what routers publish was read since the reading began"
         if not self._table.others and problem is None:
             return False
         if problem is not None or len(self._pending_ends) >= MAX_ENDINGS:
