@@ -41,18 +41,23 @@ PATIENCE_S = 60.0
 # These files take the longest in `make test-all`, so they come first. If they came last, one process would still run them
 # when the others are done.
 LONGEST = (
-    "test_containers",
     "test_installation",
-    "test_demo",
-    "test_page",
     "test_docs_run",
-    "test_api_fuzz",
-    "test_prompts_ahead",
+    "test_page",
     "test_simulation",
-    "test_docs_site",
+    "test_demo",
+    "test_redis_garbage",
+    "test_chaos",
+    "test_containers",
     "test_history",
     "test_distributions",
     "test_bench_peers",
+    "test_redis_cluster",
+    "test_docs_site",
+    "test_api_fuzz",
+    "test_prompts_ahead",
+    "test_rollout",
+    "test_offload_disk_crash",
 )
 
 

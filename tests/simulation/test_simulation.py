@@ -17,13 +17,14 @@ from tests.simulation.mutants import find
 from tests.simulation.mutations import MUTATIONS, ROOT
 from tests.simulation.search import Totals, run_alone, search
 from tests.simulation.twin import running
+from tests.support.examples import many
 
 # Worlds that broke a law once (docs/explanation/fault-tests.md has the laws), and one of many that did not.
 SEEDS = (1, 5001, 5011, 960020)
 # A world whose two runs must be equal.
 TWICE_SEED = 4
-# The worlds of the slow test, and the worlds in which each fault of the product must be found.
-MORE_SEEDS = range(100, 112)
+# The worlds of the slow test, and the worlds in which each fault of the product must be found. `make simulate` has more.
+MORE_SEEDS = range(100, 112 if many() else 106)
 MOST_WORLDS = 12
 # A fleet whose engine drops most of a flood, and then says nothing: it stands still, or its machine dies.
 FLOODED = {
@@ -103,7 +104,7 @@ def test_more_fleets_keep_the_laws() -> None:
         ("old_word_counts", {"staleness"}),
         ("loss_counted_twice", {"counters"}),
         ("ended_requests_kept", {"bounds"}),
-    ],
+    ][:: 1 if many() else 2],
 )
 def test_the_search_finds_a_fault_in_the_product(name: str, laws: set[str]) -> None:
     found = find(name, worlds=MOST_WORLDS)
