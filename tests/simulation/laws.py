@@ -5,7 +5,8 @@ After each step of a router, and at each answer:
 
 - *Credit.* What a `live` or `catching_up` worker is credited with was held at the shown seq by the engine's present
   life, or by one whose end the router need not know yet. What a `suspect` one is credited with was held at some time.
-- *Age.* A `live` worker misses no batch that was sent `AGE_S` ago; time in which its engine is silent does not count.
+- *Age.* A `live` worker misses no batch that was sent `AGE_S` ago; time in which its engine is silent does not count while
+  nobody reads reports of a patch.
 - *Staleness.* A `live` worker is at most `LAG_S` behind what its follower showed (`staleness.py`).
 - *Agreement.* Two routers that show a worker as `live` at the same position credit the same blocks and hits.
 - *Doubt.* A `suspect` worker has no credit after `suspect_credit_s`.
@@ -34,6 +35,7 @@ import numpy as np
 
 from kvrouter.router.base.common.ids import Place, WorkerKey
 from kvrouter.router.follow.streams.follower import Follower
+from kvrouter.router.follow.streams.stream_machine import Phase
 from kvrouter.router.index.matching.question import Question
 from kvrouter.router.model.workers.stream_state import StreamState
 from tests.simulation.bounds import problem_of_followers, problem_of_numbers, problem_of_tables
@@ -86,6 +88,8 @@ class Laws:
         # For each router and worker, what was judged last.
         self._judged: dict[tuple[str, WorkerKey], tuple[Any, str | None, int | None]] = {}
         self._followed = Followed(loop.time)
+        # When the follower of each worker last read the engine's own topic.
+        self._topic_read_s: dict[WorkerKey, float] = {}
         # The oldest `live` answer of a router that does not follow the worker.
         self.most_lag_s = 0.0
         self._asked = 0
@@ -135,6 +139,8 @@ class Laws:
             return
         for worker, follower in core.registry.followers.items():
             view, shown = follower.state.view, follower.state.shown
+            if follower.lease.held and follower.state.phase is Phase.STOCK:
+                self._topic_read_s[worker] = self._loop.time()
             key = (router.name, worker)
             now = (view, shown.epoch, shown.seq)
             before = self._judged.get(key)
@@ -229,14 +235,17 @@ class Laws:
     def _age_s(self, router: Router, engine: Engine, span: LifeSpan, seq: int | None) -> float:
         """Return how long ago the batch after `seq` was sent.
 
-        If it was dropped on its way, only the next batch shows that, or a check after 10 s without one: without the patch,
-        there are no heartbeats. So a silence does not count, and nothing shows it if the life ends before the next batch.
+        If it was dropped on its way, only the next batch shows that, or a check after 10 s without one: the engine's own topic
+        has no heartbeats. So a silence does not count, and nothing shows it if the life ends before the next batch. The
+        topic of a patched engine is read where the patch did not answer, and a silence counts once its reports are read.
         """
         following = 0 if seq is None else seq + 1
         if following >= len(span.sent_s):
             return 0.0
         sent_s = span.sent_s[following]
-        if not span.life.patched:
+        if span.life.patched:
+            sent_s = max(sent_s, min(span.idle_s, self._topic_read_s.get(engine.worker, 0.0)))
+        else:
             sent_s = max(sent_s, span.idle_s)
             if span.ended_s is not None and span.ended_s - sent_s < LOSS_S:
                 return 0.0

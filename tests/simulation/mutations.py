@@ -582,6 +582,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "The first heartbeat after a router's start vouches, although it may have been under way (found by the simulation).",
     ),
     Mutation(
+        "start_hides_absence",
+        f"{_FLEET}/membership.py",
+        "if requested_s - beaten_s > HEARD_S:",
+        "if requested_s - beaten_s > HEARD_S and not self._first:",
+        "A router that starts as the store returns takes a write that waited for it as new (found by the simulation).",
+    ),
+    Mutation(
         "listed_from_memory",
         "router/follow/discovery/discovery.py",
         "            await self._fleet.read_changes()\n",

@@ -312,7 +312,9 @@ def test_a_reader_that_is_always_a_heartbeat_behind_is_vouched_for(world: World)
 
 
 def test_an_entry_of_a_new_lease_vouches_for_itself_until_a_heartbeat_is_due(world: World) -> None:
-    world.look()
+    # An entry that is read just after the start would be of unknown age.
+    for _ in range(round(HEARD_S / INTERVAL_S) + 2):
+        world.look()
     world.shown = Position(5, 1, since_s=world.now_s)
     assert world.problem() is None
     world.now_s += HEARD_S + 0.1
@@ -330,6 +332,19 @@ def test_an_entry_that_is_read_late_does_not_vouch_for_itself(world: World) -> N
     # The log may be read after the heartbeats.
     world.shown = Position(2, 1, since_s=world.now_s)
     assert world.problem() is not None
+
+
+def test_an_entry_that_is_read_just_after_a_start_does_not_vouch_for_itself(world: World) -> None:
+    # The store may have been away until a moment before the start, and a write that waited for it is as old as that.
+    world.look()
+    world.now_s += INTERVAL_S
+    world.shown = Position(2, 1, world.now_s)
+    assert world.problem() == "no router follows this worker"
+    # Later the router would have noticed an absence.
+    for _ in range(round(HEARD_S / INTERVAL_S) + 1):
+        world.look()
+    world.shown = Position(3, 1, world.now_s)
+    assert world.problem() is None
 
 
 def test_an_entry_does_not_vouch_for_itself_where_more_is_known_to_be_written(world: World) -> None:

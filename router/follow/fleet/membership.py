@@ -102,7 +102,8 @@ class Membership:
         self._first = True
         # When the last look was requested.
         self._requested_s = -math.inf
-        # The last look that ended a longer absence of the store. Data read soon after it may be as old as the absence.
+        # The last look that ended a longer absence of the store, or the first one: before it the store may have been away.
+        # Data read soon after it may be as old as the absence.
         self._back_s = -math.inf
         # The tokens of the routers that count, which always include this process's.
         self.routers = frozenset({token})
@@ -123,7 +124,7 @@ class Membership:
             now_s: The current time.
         """
         beaten_s, self._requested_s = self._requested_s, requested_s
-        if requested_s - beaten_s > HEARD_S and not self._first:
+        if requested_s - beaten_s > HEARD_S:
             self._back_s = now_s
         seen = self._decode(fields)
         for token, router in list(self._known.items()):
