@@ -148,11 +148,6 @@ def problem_of_gauges(router: Router, routers: int) -> str:
     return ""
 
 
-def _is_of(engine: Engine, line: str) -> bool:
-    """Return whether a line is about an engine's worker."""
-    return f"worker_id='{engine.worker.worker_id}', dp_rank={engine.worker.dp_rank})" in line
-
-
 def _batches(router: Router, engine: Engine, lines: Sequence[str]) -> Iterator[str]:
     """Judge the batches of an engine that the router followed once, without a gap: it took in none twice.
 
@@ -161,8 +156,9 @@ def _batches(router: Router, engine: Engine, lines: Sequence[str]) -> Iterator[s
     """
     core, registry = router.core, router.registries[router.token]
     follower = None if core is None else core.registry.followers.get(engine.worker)
-    held = sum(line.startswith(HELD) and _is_of(engine, line) for line in lines)
-    is_read_again = any(READ_AGAIN in line and _is_of(engine, line) for line in lines)
+    about = [line for line in lines if str(engine.worker) in line]
+    held = sum(line.startswith(HELD) for line in about)
+    is_read_again = any(READ_AGAIN in line for line in about)
     if follower is None or not follower.lease.held or held != 1 or is_read_again:
         return
     model, name = registry.worker_labels(engine.worker)

@@ -577,8 +577,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "first_heartbeat_is_new",
         f"{_FLEET}/membership.py",
-        "arrived_s = -math.inf if self._first else beaten_s",
-        "arrived_s = math.inf",
+        "self._first, arrived_s=beaten_s",
+        "self._first, arrived_s=math.inf",
         "The first heartbeat after a router's start vouches, although it may have been under way (found by the simulation).",
     ),
     Mutation(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds of the package: with compiled modules, without a compiler, and without Cython.
 
-Each Python that is on this machine installs and runs the package.
+This Python installs and runs the package, and with `KVROUTER_TEST_EXAMPLES=many` each Python that is on this machine.
 """
 
 from __future__ import annotations

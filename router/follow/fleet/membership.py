@@ -168,8 +168,7 @@ class Membership:
         router = self._known.get(token)
         made_s = beaten_s if router is None else _made_s(router, heartbeat, beaten_s)
         if router is None:
-            arrived_s = -math.inf if self._first else beaten_s
-            router = self._known[token] = _Router(token, heartbeat, self._first, arrived_s)
+            router = self._known[token] = _Router(token, heartbeat, self._first, arrived_s=beaten_s)
         elif router.heartbeat.count == heartbeat.count:
             router.unchanged_looks += 1
         elif heartbeat.count < router.heartbeat.count:
