@@ -190,7 +190,7 @@ class CommitLaws:
             outcome = await store.commit(last, ME, known=3) if goes_on else None
             try:
                 image, _ = await store.load(worker), await store.load_copies(worker)
-                found[own[number].rpartition(tag)[2]] = "nothing is there" if image.epoch is None else "as it was"
+                found[own[number].rpartition(tag)[2]] = "nothing is there" if image.epoch is None else "unchanged"
             except StoredValueError as error:
                 assert error.key == own[number]
                 found[own[number].rpartition(tag)[2]] = "refused"
