@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from kvrouter.router.base.common.checksum import checksum
+from kvrouter.router.base.redis_client.connection import Connection
+from kvrouter.router.base.redis_client.errors import StoredValueError
 from kvrouter.router.index.store import keys
 from kvrouter.router.index.store.commit import Commit, CommitOutcome, LeaseValue
 from kvrouter.router.index.store.log_follower import LogFollower
@@ -72,7 +74,8 @@ class CommitLaws:
         )
         assert world.raw.hget(f"{tag}:meta", "checkpoint") == world.raw.hget(f"{tag}:meta", "commits") == b"2"
         field = b"g0:GPU" + bytes(7) + b"\x01"
-        assert world.raw.hgetall(f"{tag}:e1:copies") == {field: b"2 " + checksum(field, b"2")}
+        mark = b"g-:mark" + bytes(8)
+        assert world.raw.hgetall(f"{tag}:e1:copies") == {name: b"2 " + checksum(name, b"2") for name in (field, mark)}
         assert world.raw.hget(f"{tag}:meta", "seq") == b"7"
         image = await store.load(worker)
         assert (image.epoch, image.seq, image.commits, image.meta) == ("e1", 7, 2, {"state": b"live"})
@@ -152,7 +155,7 @@ class CommitLaws:
         assert await store.commit(Commit(worker, "e2", 1, 1, emptied, [(CPU, 1, 0)]), ME) is APPLIED
         nothing = dict.fromkeys(PLACES, ())
         assert await store.checkpoint(checkpoint(worker, "e2", 1, nothing), ME) is APPLIED
-        assert not any(":e2:" in key for key in world.stored_keys())
+        assert [key for key in world.stored_keys() if ":e2:" in key] == [keys.copies(worker, "e2")]
         assert (await store.load(worker)).seq == 1
 
     async def test_copies_are_persisted_only_from_two_on(self, world: World, store: IndexStore) -> None:
@@ -160,10 +163,62 @@ class CommitLaws:
         counts = [(GPU, 1, 1), (GPU, 2, 2), (CPU, 2, 7), (DISK, 3, 0)]
         assert await store.commit(Commit(worker, "e1", 0, 0, copies=counts), ME) is APPLIED
         assert await store.load_copies(worker) == {(GPU, 2): 2, (CPU, 2): 7}
-        assert world.raw.hlen(keys.copies(worker, "e1")) == 2
+        assert world.raw.hlen(keys.copies(worker, "e1")) == 2 + 1
         assert await store.commit(Commit(worker, "e1", 1, 1, copies=[(CPU, 2, 1), (GPU, 2, 0)]), ME) is APPLIED
         assert await store.load_copies(worker) == {}
-        assert keys.copies(worker, "e1") not in world.stored_keys()
+        assert world.raw.hlen(keys.copies(worker, "e1")) == 1
+
+    @pytest.mark.parametrize("goes_on", [False, True])
+    async def test_a_key_that_was_evicted_is_never_read_as_an_empty_one(
+        self, world: World, store: IndexStore, goes_on: bool
+    ) -> None:
+        """Each key is evicted alone, also while its owner goes on and writes it again."""
+        found: dict[str, str] = {}
+        for number in itertools.count():
+            worker = await world.owned(store)
+            first = Commit(worker, "e1", 0, 0, [change(GPU, (1, 2))], [(GPU, 1, 2)])
+            assert await store.commit(first, ME) is APPLIED
+            assert await store.checkpoint(checkpoint(worker, "e1", 0, {GPU: (1, 2)}), ME) is APPLIED
+            assert await store.commit(Commit(worker, "e1", 1, 1, [change(CPU, (3,))], [(CPU, 3, 2)]), ME) is APPLIED
+            assert (await store.load(worker)).seq == 1 and len(await store.load_copies(worker)) == 2
+            tag = keys.worker_tag(worker)
+            own = sorted(key for key in world.stored_keys() if tag in key and key != keys.lease(worker))
+            if number == len(own):
+                break
+            world.raw.delete(own[number])
+            last = Commit(worker, "e1", 2, 2, [change(GPU, (4,))], [(GPU, 2, 2)])
+            outcome = await store.commit(last, ME, known=3) if goes_on else None
+            try:
+                image, _ = await store.load(worker), await store.load_copies(worker)
+                found[own[number].rpartition(tag)[2]] = "nothing is there" if image.epoch is None else "unchanged"
+            except StoredValueError as error:
+                assert error.key == own[number]
+                found[own[number].rpartition(tag)[2]] = "refused"
+            assert outcome is (None if not goes_on else STALE if own[number] == keys.meta(worker) else APPLIED)
+        assert found == {":meta": "nothing is there"} | dict.fromkeys((":log", ":e1:copies", ":e1:g0:GPU"), "refused")
+
+    async def test_copies_of_an_older_router_are_read_without_a_mark(self, world: World, store: IndexStore) -> None:
+        worker = await world.owned(store)
+        world.raw.hdel(keys.meta(worker), keys.META_MARK)
+        world.raw.delete(keys.copies(worker, "e1"))
+        assert await store.load_copies(worker) == {}
+        assert await store.commit(Commit(worker, "e1", 0, 0, copies=[(GPU, 2, 2)]), ME) is APPLIED
+        assert await store.load_copies(worker) == {(GPU, 2): 2}
+
+    async def test_an_epoch_that_begins_while_copies_are_read_is_no_loss(
+        self, world: World, store: IndexStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        worker, epochs, run = await world.owned(store), ["e3", "e2"], Connection.run
+
+        async def run_late(connection: Connection, data: bytes, *arguments: Any) -> list[Any]:
+            if b"HGETALL" in data and epochs:
+                assert await other.open_epoch(worker, epochs.pop(), ME) is APPLIED
+            return await run(connection, data, *arguments)
+
+        async with world.store() as other:
+            monkeypatch.setattr(Connection, "run", run_late)
+            assert await store.load_copies(worker) == {}
+        assert not epochs and await store.committed(worker) == ("e3", None)
 
     async def test_the_stores_own_meta_fields_cannot_be_overwritten(self, world: World, store: IndexStore) -> None:
         worker = await world.owned(store)

@@ -157,7 +157,7 @@ class FollowLaws:
                 if key.startswith(f"{keys.PREFIX}{tag}:") and "e" in key[len(f"{keys.PREFIX}{tag}:") :][:1]
             }
             wanted = {keys.residents(worker, epoch, place) for place in stored_places}
-            assert stored == wanted | ({keys.copies(worker, epoch)} if kept else set())
+            assert stored == wanted | {keys.copies(worker, epoch)}
             follower = LogFollower(store.servers, supervisor=supervisor())
             follower.add(worker)
             followed: Residency = {}

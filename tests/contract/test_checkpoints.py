@@ -21,7 +21,9 @@ from tests.contract.lead_support import (
     following,
     held_in_store,
     is_well,
+    reused,
     router,
+    shows,
     until,
 )
 from tests.support.fake_engine import FakeEngine, removed, stored
@@ -100,14 +102,36 @@ async def test_without_quiet_a_long_tail_brings_a_checkpoint_and_a_short_one_doe
         await until(is_measured, "it does not know what lies behind the checkpoint")
 
 
-async def test_a_store_that_lost_the_end_of_a_log_is_written_again(server: StoreServer, engine: FakeEngine) -> None:
+@pytest.mark.parametrize("lost", ["log", "copies"])
+async def test_a_store_that_lost_the_end_of_a_log_or_copies_is_written_again(
+    lost: str, server: StoreServer, engine: FakeEngine
+) -> None:
     async with following(server, engine) as core:
         await until(lambda: held_in_store(server) == set(CHAIN), "not committed")
         epoch = server.client.hget(META, keys.META_EPOCH)
-        server.client.delete(keys.log(WORKER))
+        assert server.client.delete(keys.log(WORKER) if lost == "log" else keys.copies(WORKER, epoch.decode()))
         async with router(server, SECOND) as other:
             # The other router reports that it cannot load the worker; the router that follows the worker opens a
             # new epoch.
             await until(lambda: server.client.hget(META, keys.META_EPOCH) != epoch, "the epoch is not voided")
             await until(lambda: is_well(core, 12) and is_well(other, 12), "not well again")
             assert held_in_store(server) == set(CHAIN) == await loaded(other)
+
+
+async def test_blocks_whose_numbers_of_copies_were_evicted_are_read_again(
+    server: StoreServer, engine: FakeEngine
+) -> None:
+    async with following(server, engine) as core:
+        await until(lambda: held_in_store(server) == set(CHAIN), "not committed")
+        engine.publish(stored(TOKENS, 0, 12))
+        epoch = server.client.hget(META, keys.META_EPOCH).decode()
+        # Each block has two copies now, and the key also has its mark.
+        await until(lambda: server.client.hlen(keys.copies(WORKER, epoch)) == 12 + 1, "no copies are written")
+        assert is_well(core, 12)
+    assert server.client.delete(keys.copies(WORKER, epoch))
+    async with router(server, SECOND) as other:
+        await until(lambda: is_well(other, 12), "not taken over")
+        engine.publish(*removed(CHAIN))
+        seq = engine.publish(*removed(CHAIN[6:]))
+        await until(lambda: shows(other, seq), "the removals are not taken in")
+        assert reused(other) == 6

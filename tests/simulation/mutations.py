@@ -589,6 +589,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A router that starts as the store returns takes a write that waited for it as new (found by the simulation).",
     ),
     Mutation(
+        "lost_copies_unseen",
+        "router/index/store/stored_worker.py",
+        "if copies.pop(keys.COPIES_MARK, None) is not None or not head.has_mark:",
+        "if copies.pop(keys.COPIES_MARK, None) is not None or True:",
+        "Numbers of copies that the store evicted are read as none, so one removal takes a block with several copies (found by "
+        "the simulation).",
+    ),
+    Mutation(
         "listed_from_memory",
         "router/follow/discovery/discovery.py",
         "            await self._fleet.read_changes()\n",

@@ -63,7 +63,7 @@ def read_head(
 ) -> Head:
     """Read a head whose checksum is right."""
     checksum = head_sum(b"e", seq, commits, places, checkpoint)
-    return Head.of("k", b"e", seq, commits, places, b"3", checkpoint, checksum, unreadable)
+    return Head.of("k", b"e", seq, commits, places, b"3", checkpoint, checksum, unreadable=unreadable)
 
 
 def test_a_head_reads_what_it_can_and_names_the_first_that_it_cannot() -> None:

@@ -8,6 +8,7 @@ and `lease.py` decide which process follows a worker's events.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
@@ -421,6 +422,9 @@ class Fleet:
         except StoredValueError as error:
             problem = str(error)
             follower.prepare(WorkerImage.empty(worker), {})
+            # The router that follows the worker has in memory all that was lost, copies included.
+            with contextlib.suppress(StoreError):
+                await self._store.report_unreadable(worker, problem)
         # Nothing below waits, so no reader sees the old workers go before the new one comes.
         for other in replaced:
             self._registry.remove(other)

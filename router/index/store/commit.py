@@ -122,6 +122,8 @@ class Head(msgspec.Struct, frozen=True):
     # The first field that cannot be read and counts as absent, None if all can be read. Only a new epoch may be written
     # over such a field.
     problem: StoredValueError | None = None
+    # Whether `copies` of the epoch have their mark, if they are whole. Epochs of older routers have none.
+    has_mark: bool = False
 
     @classmethod
     def of(
@@ -134,6 +136,7 @@ class Head(msgspec.Struct, frozen=True):
         lease: bytes | None,
         checkpoint: bytes | None,
         sum_: bytes | None,
+        mark: bytes | None = None,
         unreadable: bytes | None = None,
     ) -> Head:
         """Parse the fields of `meta` at `key`.
@@ -158,6 +161,7 @@ class Head(msgspec.Struct, frozen=True):
             lease=read(keys.META_LEASE, lease, keys.parse_number, 0),
             checkpoint=read(keys.META_CHECKPOINT, checkpoint, keys.parse_number, 0),
             places_text=places or b"",
+            has_mark=mark is not None,
         )
         if epoch is not None and sum_ != head_sum(epoch, seq or b"", commits or b"", places or b"", checkpoint or b""):
             problem = problem or StoredValueError(key, keys.META_SUM, sum_)
@@ -240,17 +244,17 @@ def unlink_all(worker: WorkerKey, head: Head) -> bytes:
     return command("UNLINK", keys.meta(worker), keys.log(worker), keys.lease(worker), *epoch_keys(worker, head))
 
 
-def copies_commands(commit: Commit) -> Iterable[bytes]:
-    """Yield the commands that write the commit's numbers of copies."""
+def copies_commands(worker: WorkerKey, epoch: str, copies: Iterable[tuple[Place, int, int]]) -> Iterable[bytes]:
+    """Yield the commands that write these numbers of copies, in the form of `Commit.copies`."""
     kept_fields: list[bytes] = []
     dropped_fields: list[bytes] = []
-    for place, block_hash, count in commit.copies:
+    for place, block_hash, count in copies:
         field = keys.copies_field(place, block_hash)
         if count >= 2:
             kept_fields += (field, copies_value(field, count))
         else:
             dropped_fields.append(field)
-    key = keys.copies(commit.worker, commit.epoch)
+    key = keys.copies(worker, epoch)
     if kept_fields:
         yield command("HSET", key, *kept_fields)
     if dropped_fields:

@@ -25,7 +25,7 @@ percent-quoted, so that no brace, colon, slash or newline in it can reach anothe
 | `kvr:3:{model}:workers` | HASH | `worker_id@dp_rank` -> registration |
 | `kvr:3:{tag}:meta` | HASH | `META_FIELDS` and the fields that the owner adds |
 | `kvr:3:{tag}:EPOCH:gK:MEDIUM[:OWNER]` | STRING | 8-byte big-endian block hashes resident there at the checkpoint |
-| `kvr:3:{tag}:EPOCH:copies` | HASH | place text + 8 bytes -> number of copies, only 2 or more, with its checksum |
+| `kvr:3:{tag}:EPOCH:copies` | HASH | place text + 8 bytes -> number of copies, only 2 or more, with its checksum; `COPIES_MARK` |
 | `kvr:3:{tag}:log` | STREAM | one entry a commit, with its checksum; trimmed, never behind the checkpoint |
 | `kvr:3:{tag}:lease` | STRING | `token:number` of the process that ingests this worker |
 """
@@ -71,12 +71,18 @@ META_PLACES = "places"  # places of the checkpoint, quoted, with blocks and chec
 META_CHECKPOINT = "checkpoint"  # number of the last log entry whose changes the checkpoint has
 META_SUM = "sum"  # checksum of epoch, seq, commits, places and checkpoint
 META_LEASE = "lease"  # number of the last lease on this worker: each acquisition has a higher one
+META_MARK = "mark"  # present if the epoch began with COPIES_MARK in its `copies`
 META_UNREADABLE = "unreadable"  # why a router cannot read the stored values: the owner then opens a new epoch
 # In the order in which `Head.of` takes them.
 META_FIELDS = (
     *(META_EPOCH, META_SEQ, META_COMMITS, META_PLACES),
-    *(META_LEASE, META_CHECKPOINT, META_SUM, META_UNREADABLE),
+    *(META_LEASE, META_CHECKPOINT, META_SUM, META_MARK, META_UNREADABLE),
 )
+
+# The place and the hash of an entry of `copies` that stands for no block. It is written when an epoch begins and stays, so
+# `copies` without it were lost: a store that evicts keys takes each one alone, and an absent key would mean that no block
+# has several copies. Routers from before the mark read it as a block at a place that holds none.
+COPIES_MARK = (Place(None, "mark"), 0)
 
 # A number as routers write it: a count, or a seq, which can be any number of 64 bits that an engine sends.
 _NUMBER = re.compile(rb"[0-9]{1,20}")

@@ -133,10 +133,12 @@ class IndexStore:
                 return CommitOutcome.STALE
             garbage = head.hides_keys
             meta_key, commits = keys.meta(worker), head.commits + 1
-            own = head_fields(epoch, None, commits, commits, b"") | {keys.META_LEASE: b"%d" % lease.number}
+            own = head_fields(epoch, None, commits, commits, b"")
+            own |= {keys.META_LEASE: b"%d" % lease.number, keys.META_MARK: b"1"}
             return [
                 command("UNLINK", meta_key, *epoch_keys(worker, head)),
                 hset(meta_key, own | fields),
+                *copies_commands(worker, epoch, [(*keys.COPIES_MARK, 2)]),
                 self._xadd(worker, 0, entry_fields(worker, EntryKind.EPOCH, commits, epoch, meta=fields)),
             ]
 
@@ -195,7 +197,7 @@ class IndexStore:
                 worker, EntryKind.COMMIT, commits, epoch, (commit.first_seq, commit.last_seq), commit.changes, fields
             )
             return [
-                *copies_commands(commit),
+                *copies_commands(worker, epoch, commit.copies),
                 hset(keys.meta(worker), own | fields),
                 self._xadd(worker, commits - head.checkpoint, entry),
             ]

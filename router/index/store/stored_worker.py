@@ -119,11 +119,17 @@ async def load_copies(transactions: Transactions, worker: WorkerKey) -> dict[tup
 
     async def read(connection: Connection) -> dict[tuple[Place, int], int]:
         head = await _read_head(connection, meta_key)
-        if head.epoch is None:
-            return {}
-        key = keys.copies(worker, head.epoch)
-        (fields,) = await connection.run(command("HGETALL", key), 1, LOAD_TIMEOUT_S)
-        return dict(_copies_of(key, fields))
+        while head.epoch is not None:
+            key, before = keys.copies(worker, head.epoch), head
+            (fields,) = await connection.run(command("HGETALL", key), 1, LOAD_TIMEOUT_S)
+            copies = dict(_copies_of(key, fields))
+            if copies.pop(keys.COPIES_MARK, None) is not None or not head.has_mark:
+                return copies
+            # A new epoch deletes the copies of the one before it.
+            head = await _read_head(connection, meta_key)
+            if head.epoch == before.epoch:
+                raise StoredValueError(key, "", f"{len(copies)} numbers of copies without their mark: some were lost")
+        return {}
 
     return await transactions.read(meta_key, read, "a key of its worker")
 
