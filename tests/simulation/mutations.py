@@ -596,11 +596,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         "The first heartbeat after a router's start vouches, although it may have been under way (found by the simulation).",
     ),
     Mutation(
-        "start_hides_absence",
+        "late_entry_is_news",
         f"{_FLEET}/membership.py",
-        "if requested_s - beaten_s > HEARD_S:",
-        "if requested_s - beaten_s > HEARD_S and not self._first:",
-        "A router that starts as the store returns takes a write that waited for it as new (found by the simulation).",
+        "return now_s - made_s <= HEARD_S",
+        "return True",
+        "The first entry of a lease counts as just made when it is read although it may have been under way for seconds.",
     ),
     Mutation(
         "listed_from_memory",
