@@ -16,6 +16,8 @@ and `CaughtUp` after the last held batch.
 
 from __future__ import annotations
 
+from enum import Enum, auto
+
 import msgspec
 
 from kvrouter.events.transport.holding_cursor import HoldingCursor
@@ -42,6 +44,15 @@ from kvrouter.events.vllm.stream_items import (
     StreamItem,
     fingerprint,
 )
+
+
+class Finding(Enum):
+    """A sign in a replay that the connection of the live socket may not lead to the publisher that answers replays."""
+
+    # The answer to a check had batches, or showed that some are lost.
+    BATCHES = auto()
+    # The publisher is in another life, although the replay that proved this connection was of the known one, or none came.
+    SUCCESSOR = auto()
 
 
 class Cursor(HoldingCursor[StreamItem, HeldBatches]):
@@ -78,6 +89,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         # Whether `FellBehind` was announced and `CaughtUp` was not.
         self._behind = False
         self._debt = ReplayDebt(owed=replay and resume is not None and resume.incomplete)
+        self._finding: Finding | None = None
         if resume is not None:
             self._expected = resume.seq + 1
             self._last_seq = resume.seq
@@ -87,6 +99,13 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
     def degraded(self) -> bool:
         """Whether the replay endpoint does not answer, or still owes batches that were given up meanwhile."""
         return self._replay and (not self._replay_works or self._debt.owed)
+
+    def take_finding(self) -> Finding | None:
+        """Return what replays have shown since the last call that the live socket had not, batches once all are there."""
+        if self._finding is Finding.BATCHES and self.request is not None:
+            return None
+        finding, self._finding = self._finding, None
+        return finding
 
     def connected(self) -> None:
         """Note that the live socket has a peer."""
@@ -102,7 +121,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
             return
         self._connected = False
         self.items.append(Disconnected())
-        self.request = None
+        self.request = self._finding = None
         self._to_prove = True
         self._replay_works = self._replay
         self._debt.stop_waiting()
@@ -154,7 +173,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
             if request.purpose is Purpose.START:
                 self.replay_failed(f"replayed batch {seq} contradicts one handed out before")
             else:
-                self._restart(seq, f"replay has another batch {seq} than the one handed out")
+                self._succeed(request, seq, f"replay has another batch {seq} than the one handed out")
 
     def replay_ended(self) -> None:
         """Handle the end marker of the replay socket."""
@@ -165,7 +184,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         if self._pay(request):
             return
         if not request.judged and request.purpose is Purpose.PROVE:
-            self._restart(0, f"the publisher has nothing from seq {request.start} on")
+            self._succeed(request, 0, f"the publisher has nothing from seq {request.start} on")
             return
         if self._expected is None:
             # The publisher has sent no batch in this life yet.
@@ -287,7 +306,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         seq = batch.seq
         if seq == request.start:
             if not self._seen.has(batch):
-                self._restart(seq, f"seq {seq} is another batch than the one handed out")
+                self._succeed(request, seq, f"seq {seq} is another batch than the one handed out")
             elif self._to_prove or (request.purpose is Purpose.PROVE and not request.silent):
                 self._to_prove = False
                 self._fall_behind()
@@ -300,6 +319,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         # connection before.
         self._held.drop_old()
         self._fall_behind()
+        self._miss(request)
         self._lose(expected, seq, f"the replay begins at seq {seq}, after what was known")
         return True
 
@@ -351,6 +371,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         # Every request but a check was announced before. A check's batch may be one that the live socket brings a
         # moment later, so it shows that more was sent, but not that anything is lost.
         self._fall_behind()
+        self._miss(request)
         self._hand(batch)
         request.batches += 1
         request.progress += 1
@@ -410,6 +431,18 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         following = expected if first is None else first.seq
         if following >= expected:
             self._lose(expected, following, reason)
+
+    def _miss(self, request: Request) -> None:
+        """Note that an answer has what the live socket did not bring, if it is the answer to a check."""
+        if request.silent and self._finding is None:
+            self._finding = Finding.BATCHES
+
+    def _succeed(self, request: Request, seq: int, reason: str) -> None:
+        """Begin another life, which the answer to `request` shows."""
+        if request.silent or request.purpose is not Purpose.PROVE:
+            # The answer to the proof of a new connection shows the life to which that connection leads.
+            self._finding = Finding.SUCCESSOR
+        self._restart(seq, reason)
 
     def _restart(self, seq: int, reason: str, *, ask: bool = True) -> None:
         last_seq = -1 if self._expected is None else self._expected - 1

@@ -17,7 +17,7 @@ from kvrouter.events.transport.link import Link
 from kvrouter.events.transport.permits import Permits
 from kvrouter.events.transport.request_client import RequestClient
 from kvrouter.events.transport.subscription import Subscription
-from kvrouter.events.vllm.batch_cursor import Cursor
+from kvrouter.events.vllm.batch_cursor import Cursor, Finding
 from kvrouter.events.vllm.replay_client import ReplayClient
 from kvrouter.events.vllm.settings import SubscriberSettings
 from kvrouter.events.vllm.stream_items import Batch, ResumePoint, StreamItem
@@ -82,10 +82,14 @@ class Subscriber(Subscription[StreamItem]):
         without a word, so it is opened again.
         """
         if self._loop is not None and self._loop.time() - self._connected_s > age_s:
-            self._cursor.disconnected()
-            self._reopen_due_s = -math.inf
+            self._leave()
         self._cursor.expire(reason)
         self._schedule()
+
+    def _leave(self) -> None:
+        """Have the connection of the live socket opened again."""
+        self._cursor.disconnected()
+        self._reopen_due_s = -math.inf
 
     def _open(self) -> None:
         if self._replay_endpoint is not None:
@@ -113,7 +117,20 @@ class Subscriber(Subscription[StreamItem]):
         self._cursor.set_unread(False)
         # The news comes last, when no message of the old connection is left: none may count for the new connection.
         self._read_news(self._live)
+        if self._is_dead(self._cursor.take_finding()):
+            self._leave()
         return more
+
+    def _is_dead(self, finding: Finding | None) -> bool:
+        """Return whether the live connection may lead to a machine that died without a word, by what a replay showed.
+
+        Such a connection stays until ZMQ's pings find out, while the machine that came back, or another one at its address,
+        answers replays: the worker would be live, and its batches late.
+        """
+        # Messages that PUB dropped, or that the replay endpoint names a moment before they arrive, prove nothing.
+        silent_s = self._now_s - max(self._connected_s, self._heard_s)
+        is_unheard = finding is Finding.BATCHES and 0 < self._settings.idle_check_s <= silent_s
+        return finding is Finding.SUCCESSOR or is_unheard
 
     def _handle_live(self, frames: list[bytes]) -> None:
         self._heard_s = self._now_s

@@ -444,6 +444,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "The stream of an engine whose machine died without a word stays on the dead connection (found by the simulation).",
     ),
     Mutation(
+        "answered_connection_kept",
+        "events/vllm/subscriber.py",
+        "return finding is Finding.SUCCESSOR or is_unheard",
+        "return is_unheard",
+        "The stream stays on the dead connection after a replay showed another process (found by the simulation, seed 600738).",
+    ),
+    Mutation(
+        "unheard_connection_kept",
+        "events/vllm/subscriber.py",
+        "is_unheard = finding is Finding.BATCHES and ",
+        "is_unheard = False and ",
+        "A connection over which nothing came stays, although a check brings batches.",
+    ),
+    Mutation(
         "hole_accepted",
         "router/index/store/commit.py",
         "return commit.may_be_first if seq is None else commit.first_seq == seq + 1",
@@ -582,11 +596,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         "The first heartbeat after a router's start vouches, although it may have been under way (found by the simulation).",
     ),
     Mutation(
-        "start_hides_absence",
+        "late_entry_is_news",
         f"{_FLEET}/membership.py",
-        "if requested_s - beaten_s > HEARD_S:",
-        "if requested_s - beaten_s > HEARD_S and not self._first:",
-        "A router that starts as the store returns takes a write that waited for it as new (found by the simulation).",
+        "return now_s - made_s <= HEARD_S",
+        "return True",
+        "The first entry of a lease counts as just made when it is read although it may have been under way for seconds.",
     ),
     Mutation(
         "lost_copies_unseen",

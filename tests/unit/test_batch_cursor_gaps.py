@@ -8,7 +8,7 @@ from unittest.mock import ANY
 import pytest
 
 from kvrouter.events.transport.progress import CaughtUp, FellBehind
-from kvrouter.events.vllm.batch_cursor import Cursor
+from kvrouter.events.vllm.batch_cursor import Cursor, Finding
 from kvrouter.events.vllm.replay_request import ANSWERS_BETWEEN_READINGS
 from kvrouter.events.vllm.stream_items import (
     Connected,
@@ -201,6 +201,49 @@ class TestCheck:
         cursor = following(0, 1)
         cursor.check()
         assert replay(cursor) == [FellBehind(), Restarted(1, 0, ANY)]
+
+    def test_a_check_reports_what_the_live_socket_did_not_bring(self) -> None:
+        cursor = following(0, 1)
+        cursor.check()
+        replay(cursor, 1)
+        assert cursor.take_finding() is None
+        cursor.check()
+        replay(cursor, 1, 2, end=False)
+        assert cursor.take_finding() is None, "more may follow"
+        replay(cursor, 3)
+        assert cursor.take_finding() is Finding.BATCHES
+        assert cursor.take_finding() is None
+        cursor.check()
+        replay(cursor, 7, 8)
+        assert cursor.take_finding() is Finding.BATCHES, "the batches between are lost"
+        cursor.check()
+        replay(cursor)
+        assert cursor.take_finding() is Finding.SUCCESSOR
+
+    def test_batches_of_a_life_that_had_sent_nothing_are_reported(self) -> None:
+        cursor = joined()
+        replay(cursor)
+        cursor.check()
+        replay(cursor, 0, 1, life="b")
+        assert cursor.take_finding() is Finding.BATCHES
+
+    def test_an_answer_to_the_proof_of_a_connection_says_nothing_against_it(self) -> None:
+        cursor = following(0, 1)
+        reconnect(cursor)
+        replay(cursor, 1, 2, 3)
+        assert cursor.take_finding() is None
+        reconnect(cursor)
+        replay(cursor, 3, life="b")
+        assert cursor.take_finding() is None
+        replay(cursor, 0, 1, 2, 3, life="b")
+        assert cursor.take_finding() is None
+
+    def test_a_new_connection_has_no_findings(self) -> None:
+        cursor = following(0, 1)
+        cursor.check()
+        replay(cursor, life="b")
+        reconnect(cursor)
+        assert cursor.take_finding() is None
 
     def test_a_gap_replaces_a_check(self) -> None:
         cursor = following(0, 1)

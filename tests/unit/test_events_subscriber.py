@@ -31,8 +31,14 @@ from kvrouter.events.vllm.stream_items import (
 )
 from kvrouter.events.vllm.subscriber import Subscriber
 from tests.support.event_stream import ANY, IMPATIENT, PATIENCE_S, QUIET, Stream, answer, kinds, seqs, subscribe
+from tests.support.wire import Wire
 
 Context = zmq.Context[zmq.Socket[bytes]]
+
+
+def port_of(endpoint: str | None) -> int:
+    assert endpoint is not None
+    return int(endpoint.rpartition(":")[2])
 
 
 async def test_a_late_reader_with_replay_misses_nothing(context: Context) -> None:
@@ -230,11 +236,35 @@ async def test_the_last_batches_of_a_silent_stream_are_requested(context: Contex
             publisher.drop_next()
             publisher.publish(b"dropped, and nothing follows")
             items = await stream.until_kind(CaughtUp)
-            assert items == [
+            # As the socket brought nothing for so long, it is opened again.
+            assert [item for item in items if not isinstance(item, Disconnected)] == [
                 FellBehind(),
                 Batch(last + 1, b"dropped, and nothing follows", items[1].fingerprint, True),  # type: ignore[union-attr]
                 CaughtUp(),
             ]
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["another life", "a life that had sent nothing"])
+async def test_a_connection_to_a_machine_that_died_without_a_word_is_left(context: Context, is_known: bool) -> None:
+    settings = SubscriberSettings(idle_check_s=0.2, settle_s=0.05)
+    async with asyncio.timeout(PATIENCE_S), AsyncExitStack() as stack:
+        former, successor = (stack.enter_context(EventPublisher(ANY, ANY, context=context)) for _ in range(2))
+        live, replay = Wire(), Wire()
+        for wire in (live, replay):
+            await wire.open()
+            stack.push_async_callback(wire.close)
+        live.target, replay.target = port_of(former.endpoint), port_of(former.replay_endpoint)
+        subscriber = Subscriber(live.endpoint, replay.endpoint, context=context, settings=settings)
+        stream = await stack.enter_async_context(Stream(subscriber))
+        if is_known:
+            await stream.until_live(former)
+        else:
+            await stream.until_kind(CaughtUp)
+        # From now on nothing comes over the open connection, and what is opened leads to the successor.
+        live.target, replay.target = port_of(successor.endpoint), port_of(successor.replay_endpoint)
+        if is_known:
+            await stream.until_kind(Restarted)
+        await stream.until_live(successor)
 
 
 async def test_inproc_endpoints_are_read(context: Context) -> None:

@@ -312,38 +312,57 @@ def test_a_reader_that_is_always_a_heartbeat_behind_is_vouched_for(world: World)
 
 
 def test_an_entry_of_a_new_lease_vouches_for_itself_until_a_heartbeat_is_due(world: World) -> None:
-    # An entry that is read just after the start would be of unknown age.
-    for _ in range(round(HEARD_S / INTERVAL_S) + 2):
-        world.look()
-    world.shown = Position(5, 1, since_s=world.now_s)
+    world.rounds(3, you=[])
+    world.shown = Position(5, 1, since_s=world.now_s, writer="you")
     assert world.problem() is None
     world.now_s += HEARD_S + 0.1
     assert world.problem() == "no router follows this worker"
+
+
+def test_an_entry_does_not_vouch_for_itself_if_its_writer_is_not_heard(world: World) -> None:
+    world.rounds(10, one=["w"], two=[])
+    # Router two takes the worker, and its link to the store is cut as it writes the first entry, which arrives later.
+    for _ in range(round(HEARD_S / INTERVAL_S) + 1):
+        world.rounds(1, one=["w"])
+    for writer in ("two", "unknown", ""):
+        world.shown = Position(2, 1, world.now_s, writer)
+        assert world.problem() == "router one, which follows this worker, has not written yet what it knows of it"
+    # Router one would have named this lease in its next heartbeat, which may be under way.
+    world.shown = Position(2, 1, world.now_s, "one")
+    assert world.problem() is None
+
+
+def test_an_entry_that_was_under_way_does_not_vouch_for_itself_although_its_writer_is_heard(world: World) -> None:
+    world.rounds(10, one=["w"], two=[])
+    # The connection that brings the entry hangs; the one of heartbeats does not.
+    for _ in range(10):
+        world.beat("two", ["w"], lease=2, waits_ms=1_600)
+        world.look()
+    world.shown = Position(2, 1, world.now_s, "two")
+    assert world.problem() == "router two, which follows this worker, cannot write to Redis what it learns"
 
 
 def test_an_entry_that_is_read_late_does_not_vouch_for_itself(world: World) -> None:
     world.rounds(10, one=["w"], two=[])
     # Router two took the worker, wrote its state, and died; for a while, nothing of that arrived here.
     world.now_s += 10.0
-    world.shown = Position(2, 1, since_s=world.now_s)
+    world.shown = Position(2, 1, world.now_s, "two")
     assert world.problem() is not None
     world.look()
     assert world.problem() is not None
     # The log may be read after the heartbeats.
-    world.shown = Position(2, 1, since_s=world.now_s)
+    world.shown = Position(2, 1, world.now_s, "two")
     assert world.problem() is not None
 
 
 def test_an_entry_that_is_read_just_after_a_start_does_not_vouch_for_itself(world: World) -> None:
     # The store may have been away until a moment before the start, and a write that waited for it is as old as that.
-    world.look()
-    world.now_s += INTERVAL_S
-    world.shown = Position(2, 1, world.now_s)
-    assert world.problem() == "no router follows this worker"
-    # Later the router would have noticed an absence.
-    for _ in range(round(HEARD_S / INTERVAL_S) + 1):
-        world.look()
-    world.shown = Position(3, 1, world.now_s)
+    for _ in range(3):
+        world.shown = Position(2, 1, world.now_s, "you")
+        assert world.problem() == "no router follows this worker"
+        world.rounds(1, you=[])
+    # The third heartbeat was made after the second had been seen; the first may be of any age.
+    world.shown = Position(3, 1, world.now_s, "you")
     assert world.problem() is None
 
 
@@ -354,7 +373,7 @@ def test_an_entry_does_not_vouch_for_itself_where_more_is_known_to_be_written(wo
         world.beat("two", ["w"], lease=2, commits=9)
         world.look()
     # The log is late: this is the first of nine entries.
-    world.shown = Position(2, 1, since_s=world.now_s)
+    world.shown = Position(2, 1, world.now_s, "two")
     assert world.problem() == (
         "router two, which follows this worker, has written more than was read here (entry 9, read up to 1)"
     )

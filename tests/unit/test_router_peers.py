@@ -22,9 +22,10 @@ from kvrouter.router.follow.fleet.store_contact import StoreContact
 from kvrouter.router.follow.fleet.worker_registry import WorkerRegistry
 from kvrouter.router.follow.streams.follower import Follower
 from kvrouter.router.follow.streams.held_workers import HeldLease, HeldWorkers
-from kvrouter.router.follow.streams.peer_view import PeerView
+from kvrouter.router.follow.streams.peer_view import META_STATE_LEASE, META_STATE_WRITER, PeerView
 from kvrouter.router.follow.streams.stream_view import Position
 from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.log_entry import LogEntry
 from kvrouter.router.index.store.store import IndexStore
 from kvrouter.router.model.workers.registration import Registration
 
@@ -228,3 +229,20 @@ def test_claims_of_living_peers_count_and_those_of_the_dead_are_dropped(world: W
     assert asyncio.run(claimed(own=True)) == {("yours", 1), ("mine", 0)}
     world.store.claimed["you"] = b"garbage"
     assert asyncio.run(claimed()) == frozenset()
+
+
+def test_the_writer_of_a_state_counts_only_with_the_lease_under_which_it_wrote() -> None:
+    worker = WorkerKey("m", "a")
+    view = PeerView(Registration(worker), None)
+    seen: list[Position] = []
+    metas: tuple[dict[str, bytes], ...] = (
+        {META_STATE_LEASE: b"7", META_STATE_WRITER: b"you:7"},
+        {},
+        # A router of an older version does not name itself.
+        {META_STATE_LEASE: b"8"},
+        {META_STATE_LEASE: b"9", META_STATE_WRITER: b"no lease"},
+    )
+    for commit, meta in enumerate(metas, 1):
+        view.take_entry(LogEntry(worker, f"{commit}-0", commit, "e", None, None, False, [], meta), float(commit))
+        seen.append(view.position)
+    assert seen == [Position(7, 1, 1.0, "you"), Position(7, 2, 1.0, "you"), Position(8, 3, 3.0), Position(9, 4, 4.0)]

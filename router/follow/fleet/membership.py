@@ -102,9 +102,6 @@ class Membership:
         self._first = True
         # When the last look was requested.
         self._requested_s = -math.inf
-        # The last look that ended a longer absence of the store, or the first one: before it the store may have been away.
-        # Data read soon after it may be as old as the absence.
-        self._back_s = -math.inf
         # The tokens of the routers that count, which always include this process's.
         self.routers = frozenset({token})
         # For each worker, the tokens of the routers that refuse it, with the reason of each.
@@ -124,8 +121,6 @@ class Membership:
             now_s: The current time.
         """
         beaten_s, self._requested_s = self._requested_s, requested_s
-        if requested_s - beaten_s > HEARD_S:
-            self._back_s = now_s
         seen = self._decode(fields)
         for token, router in list(self._known.items()):
             if token not in seen:
@@ -236,16 +231,22 @@ class Membership:
         router = self._known.get(token)
         return router is not None and token not in self.routers and router.unchanged_looks >= UNPROVEN_LOOKS
 
-    def _is_news(self, follower: _Follower | None, now_s: float, shown: Position) -> bool:
+    def _is_news(self, worker: str, now_s: float, shown: Position) -> bool:
         """Return whether the log entry with the shown lease is so new that a heartbeat with the lease may be under way.
 
-        The entry must have been read soon after it was written, which is unknown after an absence of the store.
+        The entry may have been under way for long itself, as a link was cut or the store was away. It was made after the
+        last heartbeat of its writer that does not name the lease yet.
         """
-        if now_s - self._requested_s > HEARD_S or shown.since_s - self._back_s <= HEARD_S:
+        follower, writer = self._followers.get(worker), self._known.get(shown.writer)
+        if writer is None or now_s - shown.since_s > HEARD_S:
             return False
-        if follower is None or follower.lease < shown.lease:
-            return True
-        return follower.lease == shown.lease and follower.said_s >= shown.since_s
+        if follower is not None and (
+            # A heartbeat named a later lease; or this one before the entry was read, which may have been under way then.
+            follower.lease > shown.lease or (follower.lease == shown.lease and follower.said_s < shown.since_s)
+        ):
+            return False
+        made_s = max((made_s for made_s, holds in writer.heard if not _names(holds, worker, shown)), default=-math.inf)
+        return now_s - made_s <= HEARD_S
 
     def follower_problem(self, worker: str, now_s: float, shown: Position) -> str | None:
         """Return why the shown state of another process's worker may be old, or None if its follower vouches for it.
@@ -256,7 +257,7 @@ class Membership:
             shown: How far this process has read the entries that the follower writes.
         """
         follower = self._followers.get(worker)
-        if now_s - shown.since_s <= HEARD_S and self._is_news(follower, now_s, shown):
+        if self._is_news(worker, now_s, shown):
             return None
         if follower is not None:
             if now_s - _vouched_s(follower.router, worker, shown) <= HEARD_S:
@@ -287,6 +288,12 @@ def _made_s(router: _Router, heartbeat: Heartbeat, beaten_s: float) -> float:
     if heartbeat.after == router.heartbeat.count and beaten_s - router.arrived_s > LATE_S:
         return router.arrived_s
     return beaten_s
+
+
+def _names(holds: Mapping[str, Hold], worker: str, shown: Position) -> bool:
+    """Return whether a heartbeat with these holds names the lease of the shown state."""
+    hold = holds.get(worker)
+    return hold is not None and hold.lease == shown.lease
 
 
 def _vouched_s(router: _Router, worker: str, shown: Position) -> float:

@@ -19,12 +19,13 @@ from kvrouter.router.base.common.ids import Place
 from kvrouter.router.base.redis_client.errors import StoreError
 from kvrouter.router.follow.streams.lease import Lease, LeaseLost
 from kvrouter.router.follow.streams.mirror_lead import MAX_PENDING_BLOCKS, MirrorLead
-from kvrouter.router.follow.streams.peer_view import META_STATE_LEASE
+from kvrouter.router.follow.streams.peer_view import META_STATE_LEASE, META_STATE_WRITER
 from kvrouter.router.follow.streams.stream_services import StreamServices
 from kvrouter.router.follow.streams.worker_state import WorkerState
 from kvrouter.router.index.ingest.net_changes import Hashes
 from kvrouter.router.index.ingest.pending_commit import PendingCommit
 from kvrouter.router.index.store.checkpoint import LogTail
+from kvrouter.router.index.store.commit import LeaseValue
 
 log = logging.getLogger("kvrouter.stream")
 
@@ -105,8 +106,9 @@ class Commits:
             self._state.schedule_write()
 
     def _state_fields(self) -> dict[str, bytes]:
-        """Return the state that other processes should show, with the number of the lease that it belongs to."""
-        return self._state.state_fields() | {META_STATE_LEASE: b"%d" % self._lease.number}
+        """Return the state that other processes should show, with the lease that it belongs to."""
+        lease = LeaseValue(self._services.token, self._lease.number)
+        return self._state.state_fields() | {META_STATE_LEASE: b"%d" % lease.number, META_STATE_WRITER: lease.value}
 
     async def take_in(self, items: Sequence[T], apply: Callable[[deque[T], float], None]) -> None:
         """Apply the items in turns, publish their effect after each turn, and wait for the store if it lacks too much.

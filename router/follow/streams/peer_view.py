@@ -28,7 +28,7 @@ from kvrouter.router.index.ingest.worker_profile import (
     WorkerProfile,
 )
 from kvrouter.router.index.store import keys
-from kvrouter.router.index.store.commit import WorkerImage
+from kvrouter.router.index.store.commit import LeaseValue, WorkerImage
 from kvrouter.router.index.store.log_entry import LogEntry
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.stream_state import StreamState
@@ -51,6 +51,9 @@ META_LENDING = "lending"
 # The number of the lease under which the state was written, to distinguish the former follower's state from the present
 # one's.
 META_STATE_LEASE = "state_lease"
+# The value of that lease, which names the router that wrote the state. Routers of older versions do not write it, so it
+# counts only beside the same number.
+META_STATE_WRITER = "state_writer"
 
 # The errors of reading a worker's `meta` in Redis that another version of the router, or another program, has written.
 RESTORE_ERRORS = (msgspec.MsgspecError, ValueError, OverflowError, KeyError, RecursionError)
@@ -166,7 +169,7 @@ class PeerView:
         # Nobody knows when the writer of an entry of the backlog lived.
         is_news = lease != self.position.lease and not entry.is_backlog
         since_s = now_s if is_news else self.position.since_s
-        self.position = Position(lease, entry.commit, since_s)
+        self.position = Position(lease, entry.commit, since_s, self._writer(lease))
         for change in entry.changes:
             self._counts[change.place] = self._counts.get(change.place, 0) + len(change.added) - len(change.removed)
         if entry.opened_epoch or entry.meta.keys() & _SHAPING:
@@ -220,6 +223,12 @@ class PeerView:
     def incidents(self) -> Incidents:
         """The incidents of the worker's whole life, as its follower counted them."""
         return Incidents(*map(self._number, (META_GAPS, META_CLEARS, META_RESYNCS)))
+
+    def _writer(self, lease: int) -> str:
+        """Return the token of the router that wrote the state under this lease, "" if the state does not name it."""
+        value = self._meta.get(META_STATE_WRITER, b"")
+        token = LeaseValue.token_of(value)
+        return token if token is not None and value == LeaseValue(token, lease).value else ""
 
     def _number(self, field: str) -> int:
         """Return the number in this field of `meta`, 0 if it is missing or no number."""

@@ -73,9 +73,10 @@ class Position(msgspec.Struct, frozen=True):
     lease: int = 0
     # The number of the last log entry that was applied.
     commits: int = 0
-    # When the first log entry of this lease was read, by this process's clock, unless it was in a backlog. Its writer was
-    # alive then.
+    # When the first log entry of this lease was read, by this process's clock, unless it was in a backlog.
     since_s: float = -math.inf
+    # The token of the router that wrote it, "" if it is not known.
+    writer: str = ""
 
 
 class Word(msgspec.Struct, frozen=True):
