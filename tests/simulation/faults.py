@@ -8,6 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MOST_LOST_WRITES = 40
+# The share of worlds with only a few kinds of faults, and how many. Where all kinds are drawn, one that mends what another
+# has damaged (a restart, a flush) nearly always follows (Groce et al., "Swarm Testing", ISSTA 2012).
+FEW_KINDS_SHARE = 0.6
+FEW_KINDS = (2, 8)
+# The share of worlds whose faults come in bursts of a few seconds, and how many bursts there are.
+BURSTS_SHARE = 0.4
+BURSTS = (2, 6)
+BURST_S = 4.0
 # The numbers of faults of a sparse, a usual, a dense world, and of one in which hardly anything ends before the next
 # begins. Sparse ones show how a single fault ends.
 NUMBERS = ((1, 5), (10, 40), (40, 80), (80, 160))
@@ -100,8 +108,10 @@ def plan(
         to_s: The time of the latest fault.
     """
     kinds = list(FAULTS)
+    if rng.random() < FEW_KINDS_SHARE:
+        kinds = rng.sample(kinds, rng.randint(*FEW_KINDS))
     faults: list[Fault] = []
-    for at_s in sorted(rng.uniform(from_s, to_s) for _ in range(rng.randint(*rng.choice(NUMBERS)))):
+    for at_s in _times(rng, from_s, to_s):
         kind = rng.choices(kinds, [FAULTS[kind] for kind in kinds])[0]
         first = second = ""
         if kind.startswith("engine"):
@@ -115,3 +125,12 @@ def plan(
         seconds = rng.choice((rng.uniform(0.05, 1.0), rng.uniform(0.5, 5.0), rng.uniform(2.0, 15.0)))
         faults.append(Fault(len(faults), at_s, kind, first, second, seconds, rng.random()))
     return faults
+
+
+def _times(rng: random.Random, from_s: float, to_s: float) -> list[float]:
+    """Return the times of the faults of a world, in order."""
+    number = rng.randint(*rng.choice(NUMBERS))
+    if rng.random() >= BURSTS_SHARE:
+        return sorted(rng.uniform(from_s, to_s) for _ in range(number))
+    begins_s = [rng.uniform(from_s, to_s - BURST_S) for _ in range(rng.randint(*BURSTS))]
+    return sorted(rng.choice(begins_s) + rng.uniform(0.0, BURST_S) for _ in range(number))
