@@ -98,9 +98,14 @@ class TinyCore:
         if self.fail is not None:
             raise self.fail
 
-    async def register(self, registration: Registration) -> None:
+    async def change(
+        self, worker: WorkerKey, change: Callable[[Registration | None], Registration | None]
+    ) -> Registration | None:
         self._maybe_fail()
-        self.registered[registration.worker] = registration
+        registration = change(self.registered.get(worker))
+        if registration is not None:
+            self.registered[worker] = registration
+        return registration
 
     async def unregister(self, worker_id: str, dp_rank: int | None = None, model: str | None = None) -> int:
         self._maybe_fail()

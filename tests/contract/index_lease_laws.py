@@ -9,11 +9,12 @@ import pytest
 
 from kvrouter.router.base.common.ids import Place, WorkerKey
 from kvrouter.router.base.redis_client.errors import StoreError
-from kvrouter.router.index.store import keys
+from kvrouter.router.index.store import keys, registry
 from kvrouter.router.index.store.commit import Commit, CommitOutcome, Head, LeaseValue
 from kvrouter.router.index.store.common_keys import PROBES
 from kvrouter.router.index.store.leases import LOOKS_PER_REQUEST, LeaseLook, Seen
 from kvrouter.router.index.store.store import IndexStore
+from kvrouter.router.model.workers.registration import Registration
 from tests.contract.index_support import (
     APPLIED,
     FENCED,
@@ -242,6 +243,30 @@ class LeaseLaws:
         await store.registry.restore({first: b"a", second: b"b"}, version)
         assert (await store.registry.load())[0] == {first: b"newer", second: b"b"}
         assert await store.registry.version() > version
+
+    async def test_a_later_registration_replaces_an_earlier_one(self, world: World, store: IndexStore) -> None:
+        worker = WorkerKey("m", "w", 0)
+        first, second, third = (store.registry.value(Registration(worker, lora_name=name)) for name in "abc")
+        await store.registry.put(worker, second)
+        as_late = registry.encode(registry.StoredRegistration(worker, lora_name="d", revision=2))
+        for known, left in ((first, second), (as_late, second), (third, third), (second, third)):
+            version = await store.registry.version()
+            await store.registry.restore({worker: known}, 0)
+            assert await store.registry.stored(worker) == left
+            assert await store.registry.version() == version + 1
+        # A router of an earlier version wrote this, perhaps since.
+        unnumbered = registry.encode(Registration(worker))
+        await store.registry.put(worker, unnumbered)
+        await store.registry.restore({worker: third}, 0)
+        assert await store.registry.stored(worker) == unnumbered
+
+    async def test_a_registration_is_later_than_all_that_were_read(self, world: World, store: IndexStore) -> None:
+        worker = WorkerKey("m", "w", 0)
+        for number, revision in enumerate((10**15, 10**16)):
+            raw = registry.encode(registry.StoredRegistration(worker, revision=revision))
+            await store.registry.put(worker, raw)
+            await (store.registry.load() if number else store.registry.stored(worker))
+            assert registry.is_outdated(raw, store.registry.value(Registration(worker)))
 
     async def test_registrations_come_and_go(self, world: World, store: IndexStore) -> None:
         first, second = WorkerKey("m1", "w", 0), WorkerKey("m2", "w", 3)

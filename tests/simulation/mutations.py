@@ -584,9 +584,23 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "old_registration_repeated",
         f"{_FLEET}/fleet.py",
-        "and await self._is_stored(known):",
+        "and stored == self._known[worker]:",
         "and await self._store.registry.version() == self._version:",
         "A router compares the registry's version, not the registration, to see that nothing changes (found by the simulation).",
+    ),
+    Mutation(
+        "older_registration_stays",
+        f"{_STORE}/registry.py",
+        "    return 0 < _revision(stored) < _revision(known)\n",
+        "    return False\n",
+        "A store that lost a registration and has an older one keeps that (found by the simulation).",
+    ),
+    Mutation(
+        "change_from_memory",
+        f"{_FLEET}/fleet.py",
+        "            await self._read_changes()\n            follower =",
+        "            follower =",
+        "A drain undoes what another router changed a moment ago (found by the simulation).",
     ),
     Mutation(
         "first_heartbeat_is_new",

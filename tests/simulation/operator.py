@@ -56,6 +56,11 @@ class Wish:
         return self.engine.registration(is_moved=self.is_moved, is_draining=self.is_draining)
 
 
+def _drained(is_draining: bool, newest: Registration | None) -> Registration | None:
+    """Return the registration with another state, or None without one."""
+    return newest and msgspec.structs.replace(newest, draining=is_draining)
+
+
 class Operator:
     """The operator of one world."""
 
@@ -140,16 +145,12 @@ class Operator:
             worker = wish.engine.worker
             try:
                 if self._has_lists:
-                    follower = core.registry.followers.get(worker)
-                    if wish.is_wanted and follower is None:
+                    changed = await core.change(worker, partial(_drained, wish.is_draining))
+                    if wish.is_wanted and changed is None:
                         # The list was not read yet.
                         self._loop.after(RETRY_S, lambda: self._tell(wish, number))
                         is_answered = True
                         return
-                    if follower is not None:
-                        await core.register(
-                            msgspec.structs.replace(follower.state.registration, draining=wish.is_draining)
-                        )
                 elif wish.is_wanted:
                     await core.register(wish.registration)
                 else:

@@ -24,7 +24,7 @@ from kvrouter.router.index.store import keys
 from kvrouter.router.index.store.checkpoint import pack_places, places_text
 from kvrouter.router.index.store.commit import LeaseValue, copies_value
 from kvrouter.router.index.store.log_entry import EntryKind, entry_fields
-from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.index.store.registry import StoredRegistration
 from kvrouter.router.observe.history.history_entry import HistoryEntry
 from kvrouter.router.observe.history.saved_days import COLUMNS
 from kvrouter.router.route.load.load_messages import LoadMessage
@@ -41,7 +41,7 @@ def forms() -> dict[str, Any]:
         WORKER, EntryKind.COMMIT, 7, "e", (3, 4), [ResidencyDelta(PLACE, hashes, hashes[:1])], {"catalog": b"c"}
     )
     _, structs = msgspec.json.schema_components(
-        [Registration, Heartbeat, Claims, LoadMessage, HistoryEntry], ref_template="{name}"
+        [StoredRegistration, Heartbeat, Claims, LoadMessage, HistoryEntry], ref_template="{name}"
     )
     return {
         "schema": keys.SCHEMA,

@@ -150,6 +150,22 @@ def test_a_registration_is_read_as_it_was_written() -> None:
     assert registry.decode(WORKER, registry.encode(stated)) == stated
 
 
+def test_routers_of_the_version_before_read_a_numbered_registration_and_write_one_without() -> None:
+    numbered = registry.encode(registry.StoredRegistration(**msgspec.structs.asdict(GOOD), revision=7))
+    # That version decodes and encodes the plain struct.
+    assert msgspec.json.decode(numbered, type=Registration) == GOOD == registry.decode(WORKER, numbered)
+    plain = msgspec.json.encode(GOOD)
+    assert registry.decode(WORKER, plain) == GOOD
+    assert not registry.is_outdated(plain, numbered) and not registry.is_outdated(numbered, plain)
+
+
+@pytest.mark.parametrize("revision", [b"-1", b'"1"', b"%d" % registry.REVISION_MAX, b"1e400", b"null"])
+def test_a_revision_that_no_router_writes_counts_as_none(revision: bytes) -> None:
+    later = registry.encode(registry.StoredRegistration(**msgspec.structs.asdict(GOOD), revision=7))
+    hostile = msgspec.json.encode(GOOD)[:-1] + b',"revision":' + revision + b"}"
+    assert not registry.is_outdated(hostile, later) and not registry.is_outdated(later, hostile)
+
+
 def changed(**fields: object) -> bytes:
     return registry.encode(msgspec.structs.replace(GOOD, **fields))
 

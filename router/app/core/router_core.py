@@ -11,6 +11,7 @@ import logging
 import random
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -270,6 +271,20 @@ class Core:
         """
         await self.fleet.register(registration)
 
+    async def change(
+        self, worker: WorkerKey, change: Callable[[Registration | None], Registration | None]
+    ) -> Registration | None:
+        """Register a worker as its newest registration requires, and return that registration.
+
+        Args:
+            worker: The worker.
+            change: Takes the newest registration, or None; returns the one to register, or None to change nothing.
+
+        Raises:
+            HostNotAllowed, Conflict: As `register` does.
+        """
+        return await self.fleet.change(worker, change)
+
     async def unregister(self, worker_id: str, dp_rank: int | None = None, model: str | None = None) -> int:
         """Drop the workers that match, with their residency, and return how many matched; None matches all.
 
@@ -321,7 +336,7 @@ class Core:
                     continue
                 log.info("engine recognised", extra={"worker": registration.worker, "engine": engine.name})
                 try:
-                    await self.fleet.register(msgspec.structs.replace(registration, engine=engine.name))
+                    await self.fleet.change(registration.worker, partial(_with_engine, registration.url, engine.name))
                 except RouterError as error:
                     log.warning("engine not registered", extra={"worker": registration.worker, "reason": error.message})
 
@@ -546,3 +561,10 @@ class Core:
 def _is_fresh(state: WorkerState) -> bool:
     """Return whether the worker's engine is heard and has stored nothing yet, so that nothing could earn credit."""
     return not state.view.catalog.groups and not any(state.counts().values())
+
+
+def _with_engine(url: str | None, engine: str, newest: Registration | None) -> Registration | None:
+    """Return the registration with the engine that its HTTP shows, or None if `url` or its engine was changed since."""
+    if newest is None or newest.url != url or newest.engine is not None:
+        return None
+    return msgspec.structs.replace(newest, engine=engine)

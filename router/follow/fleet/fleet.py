@@ -108,10 +108,8 @@ class Fleet:
         self._version = 0
         # Workers that the registry in Redis lacked at the last look, although no change was announced.
         self._missing: set[WorkerKey] = set()
-        # The registrations that Redis had at the last look, as bytes and decoded.
-        self._read: dict[WorkerKey, tuple[bytes, Registration]] = {}
-        # Workers of this process whose registration in Redis cannot be read.
-        self._illegible: set[WorkerKey] = set()
+        # The registration of each follower as Redis has it, or had it before it lost that.
+        self._known: dict[WorkerKey, bytes] = {}
 
     async def start(self) -> None:
         """Load the registered workers from Redis, and start to follow them. Raises StoreError if Redis is unreadable."""
@@ -151,9 +149,12 @@ class Fleet:
     async def read_changes(self) -> None:
         """Apply the changes of other processes that are not known here yet. Raises StoreError."""
         async with self._lock:
+            await self._read_changes()
+
+    async def _read_changes(self) -> None:
+        version = await self._store.registry.version()
+        while version > self._version and not await self._follow_registry(version):
             version = await self._store.registry.version()
-            if version > self._version:
-                await self._follow_registry(version)
 
     async def _replace_foreign_keys(self) -> None:
         for _ in await self._store.common_keys.replace_foreign(self._registry.models()):
@@ -161,13 +162,11 @@ class Fleet:
 
     async def _restore_registry(self) -> None:
         """Write the known registrations back to a store that lost some of them."""
-        known = self._registry.registrations()
-        registrations = {registration.worker: msgspec.json.encode(registration) for registration in known}
         log.warning(
             "registrations lost by Redis and written back",
-            extra={"workers": len(registrations), "version": self._version},
+            extra={"workers": len(self._known), "version": self._version},
         )
-        await self._store.registry.restore(registrations, self._version)
+        await self._store.registry.restore(self._known, self._version)
         self._metrics.registry_repairs.inc()
 
     async def _follow_registry(self, version: int) -> bool:
@@ -177,6 +176,13 @@ class Fleet:
             version: The version that the registry in Redis had before this call. The entries read may be newer.
         """
         stored, left_out = await self._stored_registrations()
+        if any(
+            worker in self._known and registry.is_outdated(raw, self._known[worker])
+            for worker, (raw, _) in stored.items()
+        ):
+            # A router that did not know the lost changes has raised the version, so the version does not show the loss.
+            await self._restore_registry()
+            return False
         missing = self._followers.keys() - stored.keys()
         if missing and version == self._version:
             # No change was announced: a node of a cluster lost the entries, or the announcement is still to come.
@@ -191,49 +197,63 @@ class Fleet:
         # These workers are registered for another model now, with the same id and rank; they are replaced below.
         moved = {worker for worker in missing if worker[1:] in {stored_worker[1:] for stored_worker in stored}}
         await self._end_all(missing - moved)
-        for worker, registration in stored.items():
-            follower = self._followers.get(worker)
-            if follower is not None and follower.state.registration == registration:
-                continue
-            if follower is not None and _same_follower(follower.state.registration, registration):
-                self._update(follower, registration)
-                continue
-            same_ids = self._registry.workers_with(worker.worker_id, worker.dp_rank)
-            if replaced := [other for other in same_ids if other == worker or other in moved]:
-                await self._replace(replaced, registration, partial(self._forget_all, replaced))
-                continue
-            if len(self._followers) >= self._max_workers:
+        for worker, (raw, registration) in stored.items():
+            if not await self._take_stored(raw, registration, moved):
                 log.warning("registered worker left out: raise max_workers", extra={"worker": worker})
                 left_out[worker] = (
                     f"this router already follows {self._max_workers} workers, its limit: raise max_workers"
                 )
-                continue
-            await self._begin(registration)
         await self._end_all(moved & self._followers.keys())
         self._registry.leave_out(left_out)
         self._version = version
         return True
 
-    async def _stored_registrations(self) -> tuple[dict[WorkerKey, Registration], dict[WorkerKey, str]]:
-        """Read the registry in Redis; return the registrations, and the reasons why workers are left out.
+    async def _take_stored(self, raw: bytes, registration: Registration, moved: Collection[WorkerKey]) -> bool:
+        """Follow a worker as it is registered in Redis; return False if this router follows too many already.
+
+        Args:
+            raw: The stored value.
+            registration: The stored registration.
+            moved: Workers that are registered for another model now.
+        """
+        worker = registration.worker
+        follower = self._followers.get(worker)
+        same_ids = self._registry.workers_with(worker.worker_id, worker.dp_rank)
+        if follower is not None and follower.state.registration == registration:
+            self._known[worker] = raw
+        elif follower is not None and _same_follower(follower.state.registration, registration):
+            self._update(follower, raw, registration)
+        elif replaced := [other for other in same_ids if other == worker or other in moved]:
+            await self._replace(replaced, raw, registration, partial(self._forget_all, replaced))
+        elif len(self._followers) >= self._max_workers:
+            return False
+        else:
+            await self._begin(raw, registration)
+        return True
+
+    async def _stored_registrations(
+        self,
+    ) -> tuple[dict[WorkerKey, tuple[bytes, Registration]], dict[WorkerKey, str]]:
+        """Read the registry in Redis; return its values and registrations, and the reasons why workers are left out.
 
         A worker whose entry cannot be read is still registered. If this process has the worker, its last known
         registration is returned, otherwise the worker is left out.
         """
         raws, unreadable = await self._store.registry.load()
-        stored: dict[WorkerKey, Registration] = {}
+        stored: dict[WorkerKey, tuple[bytes, Registration]] = {}
         left_out: dict[WorkerKey, str] = {}
         for worker, raw in raws.items():
-            read = self._read.get(worker)
+            if raw == self._known.get(worker):
+                stored[worker] = raw, self._followers[worker].state.registration
+                continue
             try:
-                stored[worker] = read[1] if read is not None and read[0] == raw else registry.decode(worker, raw)
+                stored[worker] = raw, registry.decode(worker, raw)
             except StoredValueError as error:
                 unreadable.append(error)
                 if worker not in self._followers:
                     left_out[worker] = f"its registration cannot be read here: {error}"
-        self._read = {worker: (raws[worker], registration) for worker, registration in stored.items()}
         unreadable_fields = {(error.key, error.field) for error in unreadable}
-        self._illegible = {
+        illegible = {
             worker
             for worker in self._followers
             if unreadable_fields
@@ -241,7 +261,7 @@ class Fleet:
                 unreadable_fields
             )
         }
-        stored |= {worker: self._followers[worker].state.registration for worker in self._illegible}
+        stored |= {worker: (self._known[worker], self._followers[worker].state.registration) for worker in illegible}
         self._take_problems([str(error) for error in unreadable])
         return stored, left_out
 
@@ -261,62 +281,73 @@ class Fleet:
             HostNotAllowed: If the allow list does not have the worker's host.
             Conflict: If a source that takes precedence describes the worker differently, or there are too many workers.
         """
+        async with self._lock:
+            await self._register(registration)
+
+    async def change(
+        self, worker: WorkerKey, change: Callable[[Registration | None], Registration | None]
+    ) -> Registration | None:
+        """Register a worker as its newest registration requires, and return that registration.
+
+        Args:
+            worker: The worker.
+            change: Takes the newest registration, or None if there is none; returns the one to register, or None to change
+                nothing. A registration that was read before could undo the changes of other routers since.
+
+        Raises:
+            HostNotAllowed, Conflict: As `register` does.
+        """
+        async with self._lock:
+            await self._read_changes()
+            follower = self._followers.get(worker)
+            registration = change(None if follower is None else follower.state.registration)
+            if registration is not None:
+                await self._register(registration)
+            return registration
+
+    async def _register(self, registration: Registration) -> None:
         if problem := self._allowed.registration_problem(registration):
             raise HostNotAllowed(problem)
-        async with self._lock:
-            worker = registration.worker
-            follower = self._followers.get(worker)
-            same_url = follower is not None and follower.state.registration.url == registration.url is not None
-            if follower is not None and same_url and registration.engine is None:
-                # The detected kind of an engine stays if the same engine is registered without a kind.
-                registration = msgspec.structs.replace(registration, engine=follower.state.registration.engine)
-            known = None if follower is None else follower.state.registration
-            if known is not None and _says_the_same(known, registration) and await self._is_stored(known):
-                return
-            replaced = self._registry.workers_with(worker.worker_id, worker.dp_rank)
-            for other in replaced:
-                _check_owner(self._followers[other].state.registration, registration)
-            raw = msgspec.json.encode(registration)
-            if follower is not None and _same_follower(follower.state.registration, registration):
-                version = await self._store.registry.put(worker, raw)
-                self._update(follower, registration)
-                self._take_version(version)
-                return
-            if len(self._followers) >= self._max_workers and not replaced:
-                raise Conflict(
-                    f"{self._max_workers} workers are registered, as many as this router follows: unregister one, or raise "
-                    "max_workers",
-                    code="too_many_workers",
-                )
-
-            async def put() -> int:
-                if follower is not None:
-                    await self._store.registry.void(worker)
-                version = await self._store.registry.put(worker, raw)
-                # Drop the others after the put, so that no reader of the registry misses both.
-                for other in replaced:
-                    if other != worker:
-                        await self._store.registry.drop(other)
-                return version
-
-            self._take_version(await self._replace(replaced, registration, put))
-            log.info(
-                "registered", extra={"worker": worker, "events": registration.events, "source": registration.source}
+        worker = registration.worker
+        follower = self._followers.get(worker)
+        same_url = follower is not None and follower.state.registration.url == registration.url is not None
+        if follower is not None and same_url and registration.engine is None:
+            # The detected kind of an engine stays if the same engine is registered without a kind.
+            registration = msgspec.structs.replace(registration, engine=follower.state.registration.engine)
+        known = None if follower is None else follower.state.registration
+        # The version alone does not show what is stored: a store that lost its last writes may have a change and not
+        # its version.
+        stored = await self._store.registry.stored(worker)
+        if known is not None and _says_the_same(known, registration) and stored == self._known[worker]:
+            return
+        replaced = self._registry.workers_with(worker.worker_id, worker.dp_rank)
+        for other in replaced:
+            _check_owner(self._followers[other].state.registration, registration)
+        raw = self._store.registry.value(registration)
+        if follower is not None and _same_follower(follower.state.registration, registration):
+            version = await self._store.registry.put(worker, raw)
+            self._update(follower, raw, registration)
+            self._take_version(version)
+            return
+        if len(self._followers) >= self._max_workers and not replaced:
+            raise Conflict(
+                f"{self._max_workers} workers are registered, as many as this router follows: unregister one, or raise "
+                "max_workers",
+                code="too_many_workers",
             )
 
-    async def _is_stored(self, registration: Registration) -> bool:
-        """Return whether Redis has the registration that is known here; True if Redis does not answer.
+        async def put() -> int:
+            if follower is not None:
+                await self._store.registry.void(worker)
+            version = await self._store.registry.put(worker, raw)
+            # Drop the others after the put, so that no reader of the registry misses both.
+            for other in replaced:
+                if other != worker:
+                    await self._store.registry.drop(other)
+            return version
 
-        The version alone does not show that: a store that lost its last writes may have a change and not its version.
-        """
-        worker = registration.worker
-        try:
-            raw = await self._store.registry.stored(worker)
-            return raw is not None and registry.decode(worker, raw) == registration
-        except StoredValueError:
-            return False
-        except StoreError:
-            return True
+        self._take_version(await self._replace(replaced, raw, registration, put))
+        log.info("registered", extra={"worker": worker, "events": registration.events, "source": registration.source})
 
     def _take_version(self, version: int) -> None:
         """Note that the registry in Redis has `version` after a change that was also made here.
@@ -326,12 +357,13 @@ class Fleet:
         if version == self._version + 1:
             self._version = version
 
-    def _update(self, follower: Follower, registration: Registration) -> None:
+    def _update(self, follower: Follower, raw: bytes, registration: Registration) -> None:
         """Take over a registration that differs only in fields on which the follower does not depend."""
         if follower.state.registration.drains != registration.drains:
             state = "draining" if registration.drains else "active"
             log.info("worker", extra={"worker": registration.worker, "state": state})
         self._registry.update(registration)
+        self._known[registration.worker] = raw
 
     async def unregister(self, worker_id: str, dp_rank: int | None = None, model: str | None = None) -> int:
         """Drop the matching workers and their residency everywhere; return their number.
@@ -375,7 +407,7 @@ class Fleet:
             return True
 
     async def _replace(
-        self, replaced: Sequence[WorkerKey], registration: Registration, store: Callable[[], Awaitable[T]]
+        self, replaced: Sequence[WorkerKey], raw: bytes, registration: Registration, store: Callable[[], Awaitable[T]]
     ) -> T:
         """Begin the worker of `registration` in place of `replaced`, and return the result of `store`.
 
@@ -384,6 +416,7 @@ class Fleet:
 
         Args:
             replaced: The workers to end.
+            raw: The new registration as Redis has it.
             registration: The new registration.
             store: Changes Redis accordingly; called once this process no longer follows the replaced workers.
         """
@@ -394,20 +427,22 @@ class Fleet:
             await self._mirror.forget(other)
         try:
             stored = await store()
-            await self._begin(registration, replaced)
+            await self._begin(raw, registration, replaced)
         except StoreError as error:
             for other in replaced:
-                await self._begin(self._followers[other].state.registration, [other], problem=str(error))
+                former = self._followers[other].state.registration
+                await self._begin(self._known[other], former, [other], problem=str(error))
             raise
         return stored
 
     async def _begin(
-        self, registration: Registration, replaced: Sequence[WorkerKey] = (), *, problem: str = ""
+        self, raw: bytes, registration: Registration, replaced: Sequence[WorkerKey] = (), *, problem: str = ""
     ) -> None:
         """Begin to follow a worker from its state in Redis.
 
         Args:
-            registration: The worker's registration.
+            raw: The worker's registration as Redis has it.
+            registration: The same, decoded.
             replaced: Workers to remove from the registry in the same step; their followers have ended.
             problem: Why the worker cannot be loaded from Redis now; "" loads it.
         """
@@ -427,9 +462,10 @@ class Fleet:
                 await self._store.report_unreadable(worker, problem)
         # Nothing below waits, so no reader sees the old workers go before the new one comes.
         for other in replaced:
-            self._registry.remove(other)
+            self._remove(other)
             self._metrics.forget_worker(other)
         self._registry.add(follower)
+        self._known[worker] = raw
         if problem:
             self._mirror.take_unreadable(worker, problem)
         else:
@@ -437,9 +473,13 @@ class Fleet:
         if self.peers.attends:
             follower.start()
 
+    def _remove(self, worker: WorkerKey) -> Follower:
+        self._known.pop(worker, None)
+        return self._registry.remove(worker)
+
     async def _drop(self, worker: WorkerKey) -> None:
         """Drop the worker here and in Redis."""
-        await self._registry.remove(worker).stop()
+        await self._remove(worker).stop()
         await self._forget(worker)
         await self._store.registry.drop(worker)
         log.info("unregistered", extra={"worker": worker})
@@ -448,7 +488,7 @@ class Fleet:
         """End workers that another process dropped, and delete their index in Redis if they were followed here."""
         for worker in sorted(workers):
             try:
-                await self._registry.remove(worker).forget()
+                await self._remove(worker).forget()
             finally:
                 # The mirror drops the worker, whatever the store answers, because it may be registered again.
                 await self._forget(worker)

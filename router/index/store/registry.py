@@ -7,16 +7,18 @@ Values are decoded and checked when they are read, because other programs may ha
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated
 
 import msgspec
 
 from kvrouter.router.base.common.ids import WorkerKey
-from kvrouter.router.base.redis_client.errors import StoredValueError
+from kvrouter.router.base.redis_client.connection import Connection
+from kvrouter.router.base.redis_client.errors import StoredValueError, StoreError
 from kvrouter.router.base.redis_client.resp import command
 from kvrouter.router.index.store import keys
 from kvrouter.router.index.store.commit import unlink_all
-from kvrouter.router.index.store.transactions import Transactions, pairs
+from kvrouter.router.index.store.transactions import CONFLICTS_MAX, UNWATCH, Transactions, multi, pairs
 from kvrouter.router.model.workers.hash_algorithms import HASH_ALGOS
 from kvrouter.router.model.workers.registration import MAX_GROUPS, MAX_TOKENS, CatalogSpec, Registration
 from kvrouter.router.model.workers.worker_spec import (
@@ -33,8 +35,25 @@ from kvrouter.router.model.workers.worker_spec import (
 
 log = logging.getLogger(__name__)
 
+# A larger number is none that routers write: it would not leave room for the next one.
+REVISION_MAX = 2**62
+
+
+class StoredRegistration(Registration, frozen=True, omit_defaults=True):
+    """A registration as Redis has it."""
+
+    # Rises with each change of the worker, so that the later of two values is known. Routers of versions before it
+    # write none.
+    revision: int = 0
+
+
+class _Revision(msgspec.Struct, frozen=True):
+    revision: Annotated[int, msgspec.Meta(ge=0, lt=REVISION_MAX)] = 0
+
+
 encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Registration).decode
+_decode_revision = msgspec.json.Decoder(_Revision).decode
 
 
 def decode(worker: WorkerKey, raw: bytes, prefix: str = keys.PREFIX) -> Registration:
@@ -54,6 +73,22 @@ def worker_of(raw: bytes) -> WorkerKey | None:
         return _decode(raw).worker
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
+
+
+def _revision(raw: bytes) -> int:
+    """Return the revision of a stored registration, or 0 if it has none that a router writes."""
+    try:
+        return _decode_revision(raw).revision
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return 0
+
+
+def is_outdated(stored: bytes, known: bytes) -> bool:
+    """Return whether the store lost the registration `known` and has an earlier one.
+
+    A value without a revision is not outdated, because a router of an earlier version may have written it since.
+    """
+    return 0 < _revision(stored) < _revision(known)
 
 
 def _problems(registration: Registration) -> Iterator[str | None]:
@@ -103,9 +138,20 @@ def _size_problem(size: int | None, least: int = 1) -> str | None:
 class Registry:
     """The registrations in Redis, as bytes. The methods raise StoreUnavailable and StoreError."""
 
-    def __init__(self, transactions: Transactions) -> None:
+    def __init__(self, transactions: Transactions, wall_clock: Callable[[], float]) -> None:
         self._transactions = transactions
         self._servers = transactions.servers
+        self._wall_clock = wall_clock
+        # The highest revision that was read or written here.
+        self._revision = 0
+
+    def value(self, registration: Registration) -> bytes:
+        """Return the value to store for a registration, with a higher revision than all that were read here.
+
+        The revision is the time in ms where that is higher, so that it rises also after a loss of all values.
+        """
+        self._revision = max(self._revision + 1, int(self._wall_clock() * 1000))
+        return encode(StoredRegistration(**msgspec.structs.asdict(registration), revision=self._revision))
 
     async def put(self, worker: WorkerKey, registration: bytes) -> int:
         """Store the registration of `worker`, in place of an earlier one, and return the version that has it."""
@@ -122,6 +168,8 @@ class Registry:
         """Return the registration of one worker as it is stored, or None if there is none."""
         key = keys.registry(worker.model)
         raw: bytes | None = await self._transactions.reply(key, command("HGET", key, keys.registry_field(worker)))
+        if raw is not None:
+            self._revision = max(self._revision, _revision(raw))
         return raw
 
     async def version(self) -> int:
@@ -140,20 +188,40 @@ class Registry:
             log.warning("stored value dropped", extra={"key": key, "reason": str(error)})
             return 0
 
-    async def restore(self, known: dict[WorkerKey, bytes], above: int) -> None:
-        """Write back the registrations that the store lost, keep those it has, and raise the version over `above`."""
+    async def restore(self, known: Mapping[WorkerKey, bytes], above: int) -> None:
+        """Write back the registrations that the store lost, and raise the version, to more than `above`.
+
+        A registration that the store has stays, unless it is outdated.
+        """
         for worker, registration in known.items():
-            key = keys.registry(worker.model)
-            await self._servers.run(key, command("HSETNX", key, keys.registry_field(worker), registration))
+            await self._write_back(worker, registration)
             await self._servers.run(keys.MODELS, command("SADD", keys.MODELS, keys.model_member(worker.model)))
-        missing = above + 1 - await self.version()
-        if missing > 0:
-            # Two routers that do this at once raise the version twice, which only makes all routers read once more.
-            await self._servers.run(keys.REGISTRATIONS, command("INCRBY", keys.REGISTRATIONS, missing))
+        # Two routers that do this at once raise the version twice, which only makes all routers read once more.
+        rise = max(1, above + 1 - await self.version())
+        await self._servers.run(keys.REGISTRATIONS, command("INCRBY", keys.REGISTRATIONS, rise))
+
+    async def _write_back(self, worker: WorkerKey, known: bytes) -> None:
+        key, field = keys.registry(worker.model), keys.registry_field(worker)
+        watch = command("WATCH", key) + command("HGET", key, field)
+
+        async def attempt(connection: Connection) -> bool:
+            _, stored = await connection.run(watch, 2)
+            if stored is not None and not is_outdated(stored, known):
+                await connection.run(UNWATCH, 1)
+                return True
+            *_, done = await connection.run(multi([command("HSET", key, field, known)]), 3)
+            return done is not None
+
+        for _ in range(CONFLICTS_MAX):
+            if await self._servers.on(key, attempt):
+                return
+        raise StoreError(f"{key} kept changing while a registration was written back")
 
     async def load(self) -> tuple[dict[WorkerKey, bytes], list[StoredValueError]]:
         """Return the registrations of all workers of all models, and the values of the registry that cannot be read."""
-        return await load_registry(self._transactions)
+        registrations, unreadable = await load_registry(self._transactions)
+        self._revision = max((self._revision, *map(_revision, registrations.values())))
+        return registrations, unreadable
 
     async def drop(self, worker: WorkerKey) -> bool:
         """Drop the registration of `worker`, and unlink all that the index holds of it.

@@ -72,7 +72,7 @@ class IndexStore:
         self._transactions = Transactions(servers)
         self.leases = Leases(self._transactions, wall_clock)
         self.peers = Peers(self._transactions)
-        self.registry = Registry(self._transactions)
+        self.registry = Registry(self._transactions, wall_clock)
         self.schemas = Schemas(self._transactions)
         self.common_keys = CommonKeys(self._transactions)
         self._log_entries = log_entries

@@ -7,7 +7,7 @@ All of it runs in one asyncio loop; `CorePort.ask` is synchronous and does no I/
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from kvrouter.contract.hand_overs import HandOverPart
@@ -25,15 +25,23 @@ from kvrouter.router.route.tokens.prompt_tokens import Prompt
 class CorePort(Protocol):
     """The core as the API sees it. `Core` of `router/app/core/router_core.py` implements it."""
 
-    async def register(self, registration: Registration) -> None:
-        """Add a worker, or replace the one with the same id and rank. An identical registration changes nothing."""
+    async def change(
+        self, worker: WorkerKey, change: Callable[[Registration | None], Registration | None]
+    ) -> Registration | None:
+        """Register a worker as its newest registration requires, and return that registration.
+
+        Args:
+            worker: The worker.
+            change: Takes the newest registration, or None; returns the one to register, or None to change nothing. An
+                identical registration changes nothing either.
+        """
 
     async def unregister(self, worker_id: str, dp_rank: int | None = None, model: str | None = None) -> int:
         """Drop the matching workers, and return how many there were."""
         ...
 
     def registrations(self) -> Sequence[Registration]:
-        """Return the registrations unchanged; `PATCH /workers/{id}` changes one of them."""
+        """Return the registrations unchanged."""
         ...
 
     def is_draining(self, worker: WorkerKey) -> bool:

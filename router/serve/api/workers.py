@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -147,9 +148,7 @@ def worker_routes(
             if body.url != registrations[-1].url:
                 learned, note = True, BASE_PATH_LEFT_OUT
         for registration in registrations:
-            # Engines may register repeatedly and must not undo an operator's PATCH.
-            draining = core.is_draining(registration.worker)
-            await core.register(msgspec.structs.replace(registration, draining=draining))
+            await core.change(registration.worker, partial(_keep_draining, registration))
         return msgspec.structs.replace(registrations[0], note=registrations[0].note or note), learned
 
     async def register(request: Request) -> Response:
@@ -251,8 +250,11 @@ def worker_routes(
             raise Conflict(
                 f"worker {worker_id!r} has {len(registrations)} ranks or models; select one by dp_rank and model"
             )
-        changes = [(registration, patched(registration, body)) for registration in registrations]
-        for former, changed in changes:
+
+        def change(former: Registration | None) -> Registration | None:
+            if former is None:
+                return None
+            changed = patched(former, body)
             if former.source != REGISTER and msgspec.structs.replace(former, draining=changed.draining) != changed:
                 place = PLACES.get(former.source, former.source)
                 raise Conflict(
@@ -264,15 +266,21 @@ def worker_routes(
                     f"worker {worker_id!r} is drained by {PLACES.get(former.source, former.source)}: change it there",
                     code="kept_by_source",
                 )
-        for _, changed in changes:
-            await core.register(changed)
-        changed = changes[0][1]
+            return changed
+
+        # Either all ranks can be changed, or none is.
+        for registration in registrations:
+            change(registration)
+        changes = [await core.change(registration.worker, change) for registration in registrations]
+        changed = changes[0]
+        if changed is None:
+            # Another request removed the worker in the meantime.
+            raise unknown(worker_id, dp_rank, model)
         note = "" if body.url in (msgspec.UNSET, changed.url) else BASE_PATH_LEFT_OUT
         of_changed = changed.worker.dp_rank, changed.worker.model
         described = _described(msgspec.structs.replace(changed, note=changed.note or note))
         status = next((row for row in core.statuses(worker_id) if (row.dp_rank, row.model) == of_changed), None)
         if status is None:
-            # Another request removed the worker in the meantime.
             raise unknown(worker_id, dp_rank, model)
         return respond(
             request,
@@ -297,6 +305,11 @@ def worker_routes(
         return respond(request, _described(registration, dropped=reply.dropped))
 
     return router
+
+
+def _keep_draining(registration: Registration, newest: Registration | None) -> Registration:
+    """Return the registration of an engine, which may register repeatedly and must not undo an operator's PATCH."""
+    return msgspec.structs.replace(registration, draining=newest is not None and newest.draining)
 
 
 def _described(registration: Registration, dropped: int | None = None) -> DescribedReply:
