@@ -29,6 +29,8 @@ TWO = 'instance="a",model="m",worker="w1"'
 GRID_COLUMNS = 24
 # The duration of a case, which is longer than the `for` of every rule.
 MINUTES = 90
+# How often the rules are evaluated: more often, the 40 cases would take a minute and end in the same state.
+EVERY = "3m"
 
 # Series of a healthy router, in Prometheus' notation for the values at each minute.
 WELL = {
@@ -175,13 +177,6 @@ def promtool() -> str:
 
 def case(name: str, series: Mapping[str, str | None], firing: set[str]) -> dict[str, Any]:
     """Return a test for promtool: after MINUTES, exactly these alerts fire."""
-    shown = [
-        {
-            "expr": f'group by (alertname) (ALERTS{{alertstate="firing",alertname="{alert["alert"]}"}})',
-            "fires": alert["alert"],
-        }
-        for alert in alert_rules()
-    ]
     return {
         "name": name,
         "interval": "1m",
@@ -190,13 +185,10 @@ def case(name: str, series: Mapping[str, str | None], firing: set[str]) -> dict[
         ],
         "promql_expr_test": [
             {
-                "expr": query["expr"],
+                "expr": 'group by (alertname) (ALERTS{alertstate="firing"})',
                 "eval_time": f"{MINUTES}m",
-                "exp_samples": [{"labels": f'{{alertname="{query["fires"]}"}}', "value": 1}]
-                if query["fires"] in firing
-                else [],
+                "exp_samples": [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in sorted(firing)],
             }
-            for query in shown
         ],
     }
 
@@ -241,7 +233,7 @@ def test_every_alert_fires_in_its_case_alone_and_none_where_all_is_well(promtool
     cases = [case("all is well", WELL, set())]
     cases += [case(name, WELL | series, {name} | COMPANY.get(name, set())) for name, series in FAULTS.items()]
     file = tmp_path / "alerts_test.yaml"
-    file.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": cases}))
+    file.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "evaluation_interval": EVERY, "tests": cases}))
     run(promtool, "test", "rules", file)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines forked from a process that has imported vLLM, because that import takes longer than the rest of a start.
 
-Each test process has one such process. It ends with the test process, and so do the engines without HTTP, because their
-input ends.
+Each test process has one such process for each engine and search path (`tests/sglang/sglang_forks.py` is SGLang's). It
+ends with the test process, and so do the engines without HTTP, because their input ends.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import json
 import multiprocessing
 import os
@@ -18,27 +19,32 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_REQUEST_BYTES = 256 * 1024
 CUDA_DEVICE = Path("/dev/nvidiactl")
+# The modules that run as the process that is forked: this one, with vLLM.
+VLLM = "tests.engine.engine_forks"
 
 
 class Forked:
     """A forked process with the attributes and methods of `subprocess.Popen` that tests use."""
 
-    def __init__(self, request: Mapping[str, Any], environment: Mapping[str, str], fds: Sequence[int]) -> None:
+    def __init__(
+        self, request: Mapping[str, Any], environment: Mapping[str, str], fds: Sequence[int], module: str = VLLM
+    ) -> None:
         """Fork the process.
 
         Args:
-            request: Has the `options` of `offload_child.py`, or the `arguments` of vLLM's HTTP server, and the `folder`.
+            request: Has the `options` of `offload_child.py`, or the `arguments` of an HTTP server, and the `folder`.
             environment: The variables of the process.
             fds: Its standard input, output and errors.
+            module: Runs as the process that is forked.
         """
-        forker = _forker()
+        forker = _forker(module, environment.get("PYTHONPATH", ""))
         socket.send_fds(forker, [json.dumps({**request, "environment": dict(environment)}).encode()], fds)
         self.pid = int(forker.recv(64))
         self._ends = os.pidfd_open(self.pid)
@@ -89,12 +95,11 @@ class ForkedServer(Forked):
 
 
 @functools.cache
-def _forker() -> socket.socket:
+def _forker(module: str, path: str) -> socket.socket:
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-m", module, str(its.fileno())]
     with its:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.engine.engine_forks", str(its.fileno())], cwd=ROOT, pass_fds=[its.fileno()]
-        )
+        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, pass_fds=[its.fileno()])
 
     def end() -> None:
         ours.close()
@@ -104,16 +109,11 @@ def _forker() -> socket.socket:
     return ours
 
 
-def _serve(forker: socket.socket) -> None:
-    from tests.engine import offload_child
-
-    # A process that has looked at a CUDA device cannot be forked into one that uses the device.
-    if not CUDA_DEVICE.exists():
-        import vllm
-        import vllm.entrypoints.openai.api_server
-        import vllm.v1.engine.core  # noqa: F401
-        from vllm import LLM, SamplingParams  # noqa: F401
-
+def serve(forker: socket.socket, run: Callable[[dict[str, Any]], None]) -> None:
+    """Fork a process for each request, which runs `run` with the request, until the test process has ended."""
+    # In the engines, the collector of garbage need not go through all that was imported, nor copy it by doing so.
+    gc.collect()
+    gc.freeze()
     # Nothing reads the exit status of an engine, so ended engines are not kept as zombies.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
@@ -136,11 +136,20 @@ def _serve(forker: socket.socket) -> None:
         os.chdir(arguments["folder"])
         os.environ.clear()
         os.environ.update(arguments["environment"])
-        if "options" in arguments:
-            offload_child.serve(arguments["options"])
-        else:
-            _serve_http(arguments["arguments"])
-        return
+        run(arguments)
+        # Taking apart all imported modules would take some seconds. Engines close what they use themselves.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _serve_vllm(request: dict[str, Any]) -> None:
+    from tests.engine import offload_child
+
+    if "options" in request:
+        offload_child.serve(request["options"])
+    else:
+        _serve_http(request["arguments"])
 
 
 def _serve_http(arguments: list[str]) -> None:
@@ -156,5 +165,17 @@ def _serve_http(arguments: list[str]) -> None:
     main()
 
 
+def _import_vllm() -> None:
+    import vllm
+    import vllm.entrypoints.openai.api_server
+    import vllm.v1.engine.core  # noqa: F401
+    from vllm import LLM, SamplingParams  # noqa: F401
+
+    import tests.engine.offload_child  # noqa: F401
+
+
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    # A process that has looked at a CUDA device cannot be forked into one that uses the device.
+    if not CUDA_DEVICE.exists():
+        _import_vllm()
+    serve(socket.socket(fileno=int(sys.argv[1])), _serve_vllm)

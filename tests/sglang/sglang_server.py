@@ -21,7 +21,9 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Self
 
+from tests.sglang.sglang_forks import ForkedSglang
 from tests.support.ports import free_port
+from tests.support.router_process import PRELOAD_VARIABLE
 from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
 
 MODEL = "m"
@@ -36,7 +38,6 @@ START_TIMEOUT_S = 240.0
 ANSWER_TIMEOUT_S = 60.0
 # Its /health generates a token, which takes some seconds on a machine under load.
 HEALTH_TIMEOUT_S = 20.0
-STOP_TIMEOUT_S = 20.0
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -122,7 +123,7 @@ class SglangServer:
         )
         events = {"publisher": "zmq", "endpoint": f"tcp://*:{self._events_port}", "topic": "kv-events"}
         events["replay_endpoint"] = f"tcp://*:{self._replay_port}"
-        command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", "--model-path", str(model)]
+        command = ["--model-path", str(model)]
         command += ["--served-model-name", MODEL, "--load-format", "dummy", "--device", "cpu", "--dtype", "float32"]
         command += ["--attention-backend", "torch_native"]
         # A state may be kept at any token unless each request has a second buffer for it, so a page is one token.
@@ -141,11 +142,17 @@ class SglangServer:
             command += ["--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"]
             command += ["--hicache-write-policy", "write_through"]
             environment[HICACHE_SWITCH] = "1"
-        with self._log.open("w") as log:
-            # In its own session, the server can be ended together with the processes that it starts.
-            self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=environment, cwd=self._folder, start_new_session=True
-            )
+        # Triton decides on import whether it interprets, so the server with states is started by its command. It shows
+        # that SGLang loads the patch in new processes, too.
+        if os.environ.get(PRELOAD_VARIABLE) == "1" and not self._states:
+            self._process = ForkedSglang(command, environment, self._folder, self._log)
+        else:
+            command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", *command]
+            with self._log.open("w") as log:
+                # In its own session, the server can be ended together with the processes that it starts.
+                self._process = subprocess.Popen(
+                    command, stdout=log, stderr=log, env=environment, cwd=self._folder, start_new_session=True
+                )
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -155,10 +162,7 @@ class SglangServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_TIMEOUT_S)
+        # At SIGTERM, the server would take the end of its scheduler for a crash, and kill itself 5 seconds later.
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -30,7 +30,7 @@ from tests.engine.chat_server import ChatServer
 from tests.sglang.sglang_server import MODEL, PAGE_TOKENS, SglangServer, post
 from tests.support.chats import WORDS, chat, completion
 from tests.support.engine_tokens import tokenized
-from tests.support.router_process import PRELOAD_VARIABLE, RouterProcess
+from tests.support.router_process import RouterProcess
 from tests.support.tiny_tokenizer import VOCAB_SIZE
 
 # Prompts that go to both engines, and prompts that go through the proxy.
@@ -53,15 +53,15 @@ Body = dict[str, Any]
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("fleet")
     with ExitStack() as stack:
+        # Keep SGLang's packages and the stand-in for torchvision out of vLLM's process.
+        environment = {"PYTHONPATH": os.environ["PYTHONPATH"].partition(os.pathsep)[0], "KVROUTER_PATCH": "0"}
+        model = write_chat_model(folder / "vllm")
+        vllm = ChatServer(folder, model, ("--block-size", "16", *LITTLE_MEMORY), MODEL, environment)
+        # Both engines start at the same time.
+        stack.push(vllm)
+        vllm.launch()
         sglang = stack.enter_context(SglangServer(folder, windows=False, patched=False))
-        with pytest.MonkeyPatch.context() as environment:
-            # Keep SGLang's packages and the stand-in for torchvision out of vLLM's process.
-            environment.setenv("PYTHONPATH", os.environ["PYTHONPATH"].partition(os.pathsep)[0])
-            environment.setenv("KVROUTER_PATCH", "0")
-            # A forked server would have the path of this process.
-            environment.setenv(PRELOAD_VARIABLE, "0")
-            model = write_chat_model(folder / "vllm")
-            vllm = stack.enter_context(ChatServer(folder, model, ("--block-size", "16", *LITTLE_MEMORY), name=MODEL))
+        vllm.__enter__()
         spec = f"vllm={vllm.url},events={vllm.endpoint},replay={vllm.replay_endpoint},model={MODEL}"
         flags = ["--worker", spec, "--tokenize-timeout-s", str(TIMEOUT_S)]
         router = stack.enter_context(RouterProcess(folder / "router", flags))
