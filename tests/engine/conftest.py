@@ -36,7 +36,6 @@ LONGEST = (
     "offload_lives",
     "tokens_engine",
     "proxy_engine",
-    "patch_versions",
     "media_engine",
     "real_engine",
 )

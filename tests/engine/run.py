@@ -21,6 +21,8 @@ import tempfile
 import tomllib
 import venv
 import zipfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
@@ -49,8 +51,15 @@ TESTING = ["pytest>=8.3,<10", "pytest-xdist>=3.6,<4", "hypothesis>=6.100,<7", "h
 # The tests of a file share their engine, whose start takes the longest. A process of these tests takes 1 to 2 GB.
 # Tests marked as slow run only where their file is named, as by `make hand-over-proof`.
 PARALLEL = ["--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile", "--no-loadscope-reorder", "-m", "not slow"]
+# The exit status of pytest after Ctrl-C.
+INTERRUPTED = 2
 # A name that no process of pytest-xdist has here: `tests/support/ports.py` gives each name its own range of ports.
 BESIDE = "gw9"
+# These files run other versions of vLLM in processes of their own. They take the place of SGLang's tests when those are
+# done, because the tests of vLLM take longer; so three processes of tests run nearly until the end.
+OTHER_VERSIONS = [
+    f"tests/engine/test_{name}.py" for name in ("patch_versions", "newest_version", "responses_vllm", "vllm_p2p_source")
+]
 
 
 def cache_folder() -> Path:
@@ -162,12 +171,27 @@ def main() -> int:
     if not of_vllm:
         return started(python, sglang_packages, [*options, *of_sglang]).wait()
     # Beside vLLM's tests, as both often wait.
-    with tempfile.TemporaryFile() as output:
-        beside = started(python, sglang_packages, [*options, *of_sglang], output)
+    sessions = [(sglang_packages, [*options, *of_sglang])]
+    if not paths:
+        vllm_command += [f"--ignore={path}" for path in OTHER_VERSIONS]
+        sessions.append(([SITE, nixl], [*options, *OTHER_VERSIONS]))
+    with tempfile.TemporaryFile() as output, ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(one_after_the_other, python, sessions, output)
         failed = started(python, [SITE, nixl], vllm_command).wait()
-        failed = beside.wait() or failed
+        failed = beside.result() or failed
         output.seek(0)
         shutil.copyfileobj(output, sys.stdout.buffer)
+    return failed
+
+
+def one_after_the_other(python: Path, sessions: Sequence[tuple[list[Path], list[str]]], output: IO[bytes]) -> int:
+    """Run pytest with the packages and the arguments of each session, until all are done or a user interrupts one."""
+    failed = 0
+    for packages, arguments in sessions:
+        status = started(python, packages, arguments, output).wait()
+        failed = failed or status
+        if status == INTERRUPTED:
+            break
     return failed
 
 
