@@ -170,6 +170,20 @@ async def test_a_killed_server_comes_back_with_its_data(server: EmbeddedStore) -
     assert await registrations(server) == {WORKER: b"kept"}
 
 
+async def test_checks_of_a_running_server_share_one_connection(server: EmbeddedStore) -> None:
+    def connections() -> int:
+        with redis.Redis(unix_socket_path=server.url.removeprefix("unix://")) as client:
+            return int(client.info("stats")["total_connections_received"])
+
+    before = connections()
+    for _ in range(5):
+        assert not await server.ensure_running()
+    assert connections() == before + 1
+    os.kill(server.pid, signal.SIGKILL)
+    assert await server.ensure_running()
+    assert not await server.ensure_running()
+
+
 async def test_a_follower_learns_that_the_server_came_back_without_its_last_entries(
     server: EmbeddedStore, tmp_path: Path
 ) -> None:

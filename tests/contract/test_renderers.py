@@ -48,7 +48,7 @@ async def test_a_renderer_makes_the_tokens_of_an_engine_that_shows_none() -> Non
         assert (ids(prompt), prompt.source, prompt.problem) == (tokens_of(CHAT), "render", "")
         assert ids(await stage.text("Hallo")) == [1, *b"Hallo"]
         assert asked_of(stage.renderers[0], "Hallo") == [RENDER_TEXT]
-        assert stage.tokenizing.health() == [] and stage.metrics.renderers_unusable._value.get() == 0
+        assert stage.tokenizing.health() == [] and stage.shown(stage.metrics.renderers_unusable) == 0
         # The cache is that of engines' answers.
         await stage.text("Hallo")
         assert asked_of(stage.renderers[0], "Hallo") == [RENDER_TEXT]
@@ -76,7 +76,7 @@ async def test_a_renderer_is_used_only_for_features_in_which_it_equals_every_eng
         assert f"other tokens of a chat with tools than the engine at {stage.engines[1].url}" in problem[2]
         assert any("chat with tools" in text for text in stage.tokenizing.health())
         assert "chat with tools" in stage.tokenizing.status(MODEL, stage.engines[1].url).problem
-        await until(lambda: stage.metrics.renderers_unusable._value.get() == 1)
+        await until(lambda: stage.shown(stage.metrics.renderers_unusable) == 1)
         await stage.text("plain text")
         assert asked_of(stage.renderers[0], "plain text")
         prompt = await stage.chat(tools=[{"type": "function", "function": {"name": "forecast"}}])

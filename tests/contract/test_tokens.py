@@ -60,7 +60,7 @@ async def test_tokenize_that_differs_from_the_engine_is_not_used() -> None:
             "its /tokenize makes other tokens of a chat" in stage.tokenizing.status(MODEL, stage.engines[0].url).problem
         )
         assert any("other tokens" in problem for problem in stage.tokenizing.health())
-        await until(lambda: stage.metrics.mismatches._value.get() == 1)
+        await until(lambda: stage.shown(stage.metrics.mismatches) == 1)
 
 
 async def test_an_engine_without_ids_is_verified_by_length() -> None:
@@ -101,7 +101,7 @@ async def test_a_local_tokenizer_that_differs_is_reported_and_not_used(wrong: st
         assert [
             f"the tokenizer here makes other tokens of a {way}" in problem for problem in stage.tokenizing.health()
         ] == [True] * len(stage.tokenizing.health())
-        await until(lambda: stage.metrics.mismatches._value.get() == 1)
+        await until(lambda: stage.shown(stage.metrics.mismatches) == 1)
         assert (await stage.text("a")).source == ("render" if wrong == "text" else "local")
         prompt = await stage.chat(tools=[{"type": "function", "function": {"name": "f"}}])
         assert prompt.source == ("local" if wrong == "text" else "render")

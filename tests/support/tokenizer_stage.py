@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from prometheus_client import Gauge
 
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.model.engines.known import RENDERER_WAYS
@@ -100,6 +101,11 @@ class Case:
 
     def asked(self, *paths: str) -> int:
         return sum(engine.paths().count(path) for engine in self.engines for path in paths)
+
+    def shown(self, gauge: Gauge) -> float:
+        """Return the value that the metrics page shows."""
+        (family,) = gauge.collect()
+        return float(family.samples[0].value)
 
     def counted(self, reason: str) -> float:
         return self.metrics.unknown.labels(reason).value

@@ -132,6 +132,28 @@ async def test_connections_are_looked_at_as_soon_as_memory_rises(monkeypatch: py
     assert watch._timer is None
 
 
+async def test_looks_come_when_the_pauses_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flood_watch, "FULL_LOOK_S", 0.0)
+    asked: list[float] = []
+
+    def pause_s(period_s: float) -> float:
+        asked.append(period_s)
+        return 0.001 if len(asked) < 4 else 3_600.0
+
+    watch, link = FloodWatch(lambda: 0, pause_s), Looked()
+    watch.add(link)
+    async with asyncio.timeout(20):
+        while len(link.looks) < 3:
+            await asyncio.sleep(0.001)
+    watch.discard(link)
+    assert asked == [flood_watch.LOOK_S] * 4
+
+
+def test_the_memory_of_the_process_is_that_of_the_kernel() -> None:
+    pages = int(flood_watch.STATM.read_text().split()[1])
+    assert flood_watch.resident_bytes() == pytest.approx(pages * flood_watch.PAGE_BYTES, rel=0.1)
+
+
 def test_the_kernel_counts_what_tcp_received_and_nothing_else() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sender:
         receiver, _ = listener.accept()

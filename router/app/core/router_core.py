@@ -27,7 +27,7 @@ from kvrouter.router.app.core.hand_overs import HandOvers
 from kvrouter.router.app.core.hit_finder import HitFinder
 from kvrouter.router.app.core.registration_judge import RegistrationJudge
 from kvrouter.router.app.core.worker_report import count_worker, worker_status
-from kvrouter.router.base.common import compiled
+from kvrouter.router.base.common import compiled, ticks
 from kvrouter.router.base.common.errors import RouterError
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.base.common.event_wait import set_within
@@ -200,7 +200,7 @@ class Core:
             view_changed=self.registry.view_changed,
             engine_load=self.registry.take_engine_load,
             patch_secret=patch_secret,
-            watch=watch or FloodWatch(),
+            watch=watch or FloodWatch(pause_s=ticks.pause_s),
         )
         self.fleet = Fleet(
             self.registry,
@@ -520,7 +520,7 @@ class Core:
     async def _tend(self) -> None:
         while True:
             self._tend_now()
-            await asyncio.sleep(TEND_INTERVAL_S)
+            await ticks.sleep(TEND_INTERVAL_S)
 
     def _tend_now(self) -> None:
         # A function of its own, because a local variable in `_tend` would keep the last stream alive until the next

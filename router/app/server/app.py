@@ -16,6 +16,7 @@ from kvrouter.router.app.server.descriptors import allow_descriptors
 from kvrouter.router.app.server.listener import bound_socket, port_taken
 from kvrouter.router.app.server.process_part import ProcessPart
 from kvrouter.router.app.server.stopping import stopping_on_signals
+from kvrouter.router.base.common import ticks
 from kvrouter.router.base.telemetry.log_format import set_up_logs
 from kvrouter.router.model.config.loading import Origin
 from kvrouter.router.model.config.settings import Config
@@ -41,6 +42,7 @@ async def serve(
     set_up_logs(config.log_level, config.log_format, sys.stderr)
     set_up_access_log(wanted=config.access_log == "on")
     allow_descriptors()
+    ticks.begin(asyncio.get_running_loop())
     with stopping_on_signals(config.shutdown_delay_s, part is not None) as stopping:
         if part is not None:
             asyncio.get_running_loop().add_reader(sys.stdin.fileno(), stopping.on_supervisor)

@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Callable
 
 from kvrouter.events.transport.flood_watch import STATM, resident_bytes
+from kvrouter.router.base.common import ticks
 
 # The interval of looks; a look reads one small file.
 LOOK_S = 2.0
@@ -54,7 +55,7 @@ async def release_memory(trim: Callable[[int], int]) -> None:
     """Look at the resident memory forever, and release memory whenever it is due."""
     rule = ReleaseRule()
     while True:
-        await asyncio.sleep(LOOK_S)
+        await ticks.sleep(LOOK_S)
         if rule.is_due(resident_bytes()):
             await asyncio.to_thread(trim, 0)
             rule.begin(resident_bytes())

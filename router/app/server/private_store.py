@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+from kvrouter.router.base.common import ticks
 from kvrouter.router.base.common.task_supervisor import TaskSupervisor
 from kvrouter.router.base.redis_client.embedded_valkey import EmbeddedStore, EmbeddedStoreError
 from kvrouter.router.base.redis_client.errors import StoreError
@@ -41,7 +42,7 @@ async def private_store(data_dir: Path, supervisor: TaskSupervisor) -> AsyncIter
 async def _keep_running(store: EmbeddedStore) -> None:
     last_error = ""
     while True:
-        await asyncio.sleep(STORE_CHECK_S)
+        await ticks.sleep(STORE_CHECK_S)
         try:
             if await store.ensure_running():
                 log.warning("private store ended and was restarted", extra={"data_dir": store.data_dir})

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import signal
@@ -15,6 +16,7 @@ from typing import Any, TypeAlias
 
 import uvicorn
 
+from kvrouter.router.base.common import ticks
 from kvrouter.router.base.common.shutdown import Shutdown, take_waiting
 
 log = logging.getLogger(__name__)
@@ -31,6 +33,9 @@ RELOAD = b"reload\n"
 
 # The interval at which a server that waits for its end checks for a second signal.
 LOOK_S = 0.05
+
+# The interval at which uvicorn's server checks whether it is to end; at every tenth check it makes a new Date.
+SERVER_LOOK_S = 0.1
 
 # Ends another server of the process: it takes no more requests, and those under way have the given seconds to end, or as
 # long as a later call says.
@@ -70,6 +75,13 @@ class Server(uvicorn.Server):
         """Start serving, and report it."""
         await super().startup(sockets=sockets)
         self._tell()
+
+    async def main_loop(self) -> None:
+        """Call `on_tick` ten times a second, as uvicorn does, together with the other work of the process."""
+        for counter in itertools.count():
+            if await self.on_tick(counter):
+                return
+            await ticks.sleep(SERVER_LOOK_S)
 
     def end(self) -> None:
         """Make the server shut down."""

@@ -7,6 +7,7 @@ addresses behind a name may change at any time.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import re
 import socket
@@ -24,6 +25,10 @@ _NUMBER = re.compile(r"(0[xX][0-9A-Fa-f]+|[0-9.]+)\.?")
 _NUMBER_PARTS = re.compile(r"(0[xX][0-9A-Fa-f]+|[0-9]+)(\.(0[xX][0-9A-Fa-f]+|[0-9]+)){0,3}\.?")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+# How many hosts are kept with their addresses, and the longest of them: as long as an IPv6 address can be.
+KEPT_HOSTS = 4_096
+KEPT_CHARS = 45
 
 
 class HostList:
@@ -86,9 +91,17 @@ def number_address(host: str) -> Address | None:
 
 def address_of(host: str) -> Address | None:
     """Return the host as an address, an IPv4-mapped one as IPv4; None if the host is a name."""
+    # Engines' hosts are looked at several times a second. Clients name hosts too, and those may be long.
+    return _kept_address(host) if len(host) <= KEPT_CHARS else _address(host)
+
+
+def _address(host: str) -> Address | None:
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
         return None
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return mapped or address
+
+
+_kept_address = functools.lru_cache(KEPT_HOSTS)(_address)

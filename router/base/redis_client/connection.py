@@ -39,6 +39,11 @@ class Connection(asyncio.Protocol):
         self._replies: list[Any] = []
         self._wanted = 0
         self._waiting: asyncio.Future[None] | None = None
+        # When the request under way fails, on the loop's clock. One timer serves many requests: when it fires, it looks
+        # whether that time has come.
+        self._deadline_s = 0.0
+        self._timeout_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
         writer.transport.set_protocol(self)
 
     @classmethod
@@ -74,12 +79,10 @@ class Connection(asyncio.Protocol):
             raise StoreUnavailable("the connection to the server is closed")
         self._replies, self._wanted = [], replies
         waiting = self._waiting = asyncio.get_running_loop().create_future()
+        self._set_deadline(timeout_s)
         self._writer.write(request)
         try:
-            async with asyncio.timeout(timeout_s):
-                await waiting
-        except TimeoutError:
-            raise StoreUnavailable(f"the server did not answer in {timeout_s:g} s") from None
+            await waiting
         finally:
             self._waiting = None
         received, self._replies = self._replies, []
@@ -90,6 +93,7 @@ class Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """End the connection; a `run` under way raises StoreUnavailable."""
+        self._stop_timer()
         self._writer.transport.abort()
         self._fail("the connection was closed")
 
@@ -109,7 +113,31 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Make a `run` under way raise StoreUnavailable."""
+        self._stop_timer()
         self._fail("the server closed the connection" if exc is None else f"the connection was lost: {exc}")
+
+    def _set_deadline(self, timeout_s: float) -> None:
+        """Have the request that begins fail after this time, with the timer there is unless that fires too late."""
+        loop = asyncio.get_running_loop()
+        self._timeout_s, self._deadline_s = timeout_s, loop.time() + timeout_s
+        if self._timer is not None and self._timer.when() > self._deadline_s:
+            self._stop_timer()
+        if self._timer is None:
+            self._timer = loop.call_at(self._deadline_s, self._look_at_deadline, loop)
+
+    def _look_at_deadline(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        if self._waiting is None:
+            return
+        if loop.time() < self._deadline_s:
+            self._timer = loop.call_at(self._deadline_s, self._look_at_deadline, loop)
+        else:
+            self._fail(f"the server did not answer in {self._timeout_s:g} s")
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _fail(self, reason: str) -> None:
         if self._waiting is not None and not self._waiting.done():

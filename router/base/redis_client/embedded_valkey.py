@@ -21,7 +21,6 @@ import tempfile
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from kvrouter.router.base.common.errors import SettingError
@@ -64,6 +63,8 @@ class EmbeddedStore:
         self._router_lock: int | None = router_lock
         self._process: subprocess.Popen[bytes] | None = None
         self._socket = _socket_path(data_dir)
+        # The connection on which the server answered last; it ends with the server.
+        self._link: Connection | None = None
 
     @classmethod
     async def start(cls, data_dir: Path, *, binary: Path | None = None) -> EmbeddedStore:
@@ -96,6 +97,8 @@ class EmbeddedStore:
 
         Raises EmbeddedStoreError if the server ends at its start or does not answer in time.
         """
+        if await self._still_answers():
+            return False
         now = asyncio.get_running_loop().time
         deadline = now() + START_TIMEOUT_S
         started, reason = False, ""
@@ -109,10 +112,7 @@ class EmbeddedStore:
                     f"Its log: {self.data_dir / _LOG}"
                 )
             try:
-                # PING is refused while the data is loading; the other two are not.
-                _, info, (_, directory) = await self._ask(
-                    command("PING"), command("INFO", "server"), command("CONFIG", "GET", "dir")
-                )
+                self._link = await self._identify()
             except StoreUnavailable as error:
                 reason = str(error)
             except ReplyError as error:
@@ -120,8 +120,6 @@ class EmbeddedStore:
                 if error.code == "LOADING":
                     deadline = max(deadline, now() + LOADING_PATIENCE_S)
             else:
-                self._check_directory(os.fsdecode(directory))
-                self.pid = int(info_field(info, "process_id"))
                 self.adopted = self._process is None
                 return started
             await asyncio.sleep(POLL_S)
@@ -136,12 +134,14 @@ class EmbeddedStore:
             return
         try:
             with suppress(StoreUnavailable, ReplyError):
-                await self._ask(command("SHUTDOWN"))
+                await self._shut_down()
             if not await self._wait_until_gone(STOP_TIMEOUT_S):
                 with suppress(ProcessLookupError):
                     os.kill(self.pid, signal.SIGKILL)
                 await self._wait_until_gone(STOP_TIMEOUT_S)
         finally:
+            if self._link is not None:
+                self._link.close()
             self._reap()
             record = self.data_dir / _SOCKET_RECORD
             if record.exists():
@@ -217,10 +217,42 @@ class EmbeddedStore:
         finally:
             os.close(lock)
 
-    async def _ask(self, *commands: bytes) -> list[Any]:
+    async def _still_answers(self) -> bool:
+        """Return whether the server that answered last answers again."""
+        link = self._link
+        if link is None:
+            return False
+        try:
+            await link.run(command("PING"), 1)
+        except BaseException as error:
+            self._link = None
+            link.close()
+            if not isinstance(error, StoreUnavailable | ReplyError):
+                raise
+            return False
+        return True
+
+    async def _identify(self) -> Connection:
+        """Connect to the server, note its process, and return the connection.
+
+        Raises EmbeddedStoreError if it has another data directory.
+        """
+        connection = await Connection.open(str(self._socket))
+        # PING is refused while the data is loading; the other two are not.
+        questions = command("PING"), command("INFO", "server"), command("CONFIG", "GET", "dir")
+        try:
+            _, info, (_, directory) = await connection.run(b"".join(questions), len(questions))
+            self._check_directory(os.fsdecode(directory))
+        except BaseException:
+            connection.close()
+            raise
+        self.pid = int(info_field(info, "process_id"))
+        return connection
+
+    async def _shut_down(self) -> None:
         connection = await Connection.open(str(self._socket))
         try:
-            return await connection.run(b"".join(commands), len(commands))
+            await connection.run(command("SHUTDOWN"), 1)
         finally:
             connection.close()
 

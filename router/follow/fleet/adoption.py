@@ -8,10 +8,10 @@ the content of the workers again from the engines.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 
+from kvrouter.router.base.common import ticks
 from kvrouter.router.base.common.errors import Conflict, RouterError
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.base.common.version import VERSION
@@ -56,7 +56,7 @@ class Adoption:
         Each look also notes this schema's number again in a store that lost everything.
         """
         while True:
-            await asyncio.sleep(LOOK_S)
+            await ticks.sleep(LOOK_S)
             try:
                 await self.look()
             except StoreError as error:

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
+from kvrouter.router.base.common import ticks
 from kvrouter.router.base.common.errors import Conflict, HostNotAllowed
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.redis_client.errors import StoredValueError, StoreError
@@ -128,7 +129,7 @@ class Fleet:
         """Apply the registrations and removals of other processes, until cancelled."""
         read_s = looked_s = self._clock()
         while True:
-            await asyncio.sleep(REGISTRY_LOOK_S)
+            await ticks.sleep(REGISTRY_LOOK_S)
             try:
                 async with self._lock:
                     if self._clock() > looked_s + FOREIGN_LOOK_S:

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrouter.router.base.common import ticks
 from kvrouter.router.base.common.event_wait import set_within
 from kvrouter.router.base.common.ids import Place, WorkerKey
 from kvrouter.router.base.common.task_supervisor import TaskSupervisor
@@ -373,7 +374,7 @@ class MirrorSync:
     async def sweep(self) -> None:
         """Free the memory of ended epochs, until cancelled."""
         while True:
-            await asyncio.sleep(0 if self.mirror.sweep() else SWEEP_INTERVAL_S)
+            await ticks.sleep(0 if self.mirror.sweep() else SWEEP_INTERVAL_S)
 
 
 def in_turns(items: list[FollowerItem]) -> Iterator[FollowerItem]:

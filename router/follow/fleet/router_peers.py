@@ -7,7 +7,6 @@ The processes exchange heartbeats and claims through Redis, and each derives whi
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import math
@@ -16,7 +15,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from kvrouter.router.base.common import version
+from kvrouter.router.base.common import ticks, version
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.redis_client.errors import StoreError
 from kvrouter.router.follow.fleet.assignment import assign_workers
@@ -164,7 +163,7 @@ class RouterPeers:
     async def beat_always(self) -> None:
         """Call `beat` every INTERVAL_S, until cancelled."""
         while True:
-            await asyncio.sleep(INTERVAL_S)
+            await ticks.sleep(INTERVAL_S)
             # Without the store no worker can be taken or handed over; `judge_followers` judges its absence.
             try:
                 await self.beat()
@@ -182,7 +181,7 @@ class RouterPeers:
         while True:
             # The judgement is a method of its own, because a loop variable here would keep the last follower alive.
             self._judge_followers()
-            await asyncio.sleep(INTERVAL_S)
+            await ticks.sleep(INTERVAL_S)
 
     def _judge_followers(self) -> None:
         now_s = self._clock()

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from http import HTTPStatus
 
+from kvrouter.router.base.common import ticks
 from kvrouter.router.follow.streams.commits import Commits
 from kvrouter.router.follow.streams.offload_watch import parse_offload
 from kvrouter.router.follow.streams.stream_services import StreamServices
@@ -128,7 +129,7 @@ class EnginePoller:
                     self._same_s = requested_s
             # Not asyncio.timeout, because it would end every pause with two exceptions.
             pause_s = interval_s * services.rng.uniform(1 - JITTER, 1 + JITTER)
-            timer = asyncio.get_running_loop().call_later(pause_s, self._due.set)
+            timer = asyncio.get_running_loop().call_later(ticks.pause_s(pause_s), self._due.set)
             try:
                 await self._due.wait()
             finally:

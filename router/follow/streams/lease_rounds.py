@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 from typing import Protocol
 
+from kvrouter.router.base.common import ticks
 from kvrouter.router.base.redis_client.errors import StoreError
 from kvrouter.router.index.store.commit import LeaseValue
 from kvrouter.router.index.store.leases import LOOKS_PER_REQUEST, LeaseLook, Leases
@@ -107,7 +108,7 @@ class LeaseRounds:
         for look in itertools.count():
             if look % LOOKS_PER_RENEWAL == 0:
                 await self._renew()
-            await asyncio.sleep(self._ttl_s / LOOKS_PER_TTL)
+            await ticks.sleep(self._ttl_s / LOOKS_PER_TTL)
             self._look()
 
     def _look(self) -> None:

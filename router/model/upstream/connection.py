@@ -214,7 +214,10 @@ class Connection(asyncio.Protocol):
             self.close()
             return
         if self._parser is None:
-            if self._take_plain(data):
+            if self._take is not None:
+                if self._relay_chunks(self._take, data):
+                    return
+            elif self._take_plain(data):
                 self._heard_s = self._loop.time()
                 self._progress()
                 return
@@ -235,6 +238,23 @@ class Connection(asyncio.Protocol):
             self._fail(Failure(Kind.MALFORMED, f"the head of the engine's answer is over {MAX_HEAD_BYTES} bytes"))
             return
         self._progress()
+
+    def _relay_chunks(self, take: Take, data: bytes) -> bool:
+        """Hand on the next complete chunks of a plain answer, and return whether `data` has only those.
+
+        If it has not, the state is unchanged. If the answer ends, the waiting task resumes within this call.
+        """
+        parts: list[bytes] = []
+        ended = whole_chunks(data, 0, parts)
+        if ended < 0:
+            return False
+        self._heard_s = self._loop.time()
+        self._whole = ended == 1
+        if parts:
+            take(parts)
+        if self._whole and self._end is not None:
+            self._end.set(None)
+        return True
 
     def _take_plain(self, data: bytes) -> bool:
         """Read a complete plain answer, or the next complete chunks of one, and return whether `data` is that plain.

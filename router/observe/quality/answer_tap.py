@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tap between an engine's answer and its client: it passes all bytes on first, and then examines them.
 
-It is called once for each read of the engine's socket and takes some microseconds (benchmarks/answer_tap.py).
+It is called once for each read of the engine's socket and takes some microseconds (benchmarks/answer_tap.py). This
+module is compiled, see `setup.py`.
 """
 
 from __future__ import annotations
@@ -25,19 +26,6 @@ class AnswerTap:
     `first_s` is the time of the first bytes, or of a stream's first event; None until then. `was_alone` is whether,
     until that time, this process had no other request at the worker.
     """
-
-    __slots__ = (
-        "_clock",
-        "_flight",
-        "_ids",
-        "_reader",
-        "_send",
-        "_streams",
-        "first_s",
-        "last_s",
-        "pause_s",
-        "was_alone",
-    )
 
     def __init__(
         self,

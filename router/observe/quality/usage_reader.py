@@ -4,7 +4,7 @@
 No event is decoded. The bytes after each key `usage` are kept, a few candidates at most, and the last one that is a
 usage counts, since an answer may have others: a tool's schema, one in every event. It does not matter where the bytes
 are cut. Text within the answer cannot be taken for the key, because its quotes are escaped; a stream's comments can,
-and are passed over.
+and are passed over. This module is compiled, see `setup.py`.
 """
 
 from __future__ import annotations
@@ -59,8 +59,6 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
 class UsageReader:
     """The reader of one answer: `feed` it in order, then read `usage` and `events`."""
 
-    __slots__ = ("_begun", "_candidates", "_error", "_in_comment", "_key", "_streams", "_tail", "_value")
-
     def __init__(self, *, streams: bool, key: bytes = USAGE_KEY) -> None:
         """Create a reader.
 
@@ -85,7 +83,8 @@ class UsageReader:
         """Take the next bytes, and return how many events of a stream begin in them."""
         tail = self._tail
         fresh = len(tail)
-        window = b"".join((tail, *parts))
+        window = tail + (parts[0] if len(parts) == 1 else b"".join(parts))
+        size = len(window)
         name = self._key
         key = window.find(name, max(0, fresh - len(name) + 1))
         while key >= 0:
@@ -95,12 +94,13 @@ class UsageReader:
                 self._settle()
                 self._value, fresh = bytearray(), end
             key = window.find(name, end)
-        self._keep(window, fresh, len(window))
-        self._tail = window[-TAIL_BYTES:]
+        self._keep(window, fresh, size)
+        # Indexes count from the start, because this module is compiled without negative ones.
+        self._tail = window[max(0, size - TAIL_BYTES) :]
         if not self._streams:
             return 0
-        if window[-1] != _LINE_END:
-            self._in_comment = self._is_comment(window, len(window))
+        if window[size - 1] != _LINE_END:
+            self._in_comment = self._is_comment(window, size)
         events = window.count(EVENT, max(0, len(tail) - len(EVENT) + 1))
         self._begun += events
         # Search from the end: it takes half the time in an event of some hundred bytes.

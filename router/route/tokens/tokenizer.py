@@ -20,6 +20,7 @@ import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrouter.router.base.common import ticks
 from kvrouter.router.base.common.task_supervisor import TaskSupervisor
 from kvrouter.router.model.config.settings import Config
 from kvrouter.router.model.engines.engine import TokenEndpoints
@@ -196,7 +197,7 @@ class TextTokenizer:
             self._texts.keep(set(self._models()))
             held_bytes = self._memory.held_bytes + sum(local.held_bytes for local in self._local.values())
             self._metrics.memory_bytes.set(held_bytes)
-            await asyncio.sleep(LOOK_S)
+            await ticks.sleep(LOOK_S)
 
     async def prompt(
         self,

@@ -111,6 +111,8 @@ class VerifiedEngines:
         # Called with a model when one of its engines was verified again.
         self._changed = changed
         self._metrics = metrics
+        metrics.mismatches.set_function(self._num_mismatches)
+        metrics.renderers_unusable.set_function(lambda: len({url for _, url, _ in self.renderer_problems()}))
         # Returns seconds.
         self._clock = clock
         self._judged: dict[tuple[str, str], _Judged] = {}
@@ -199,11 +201,10 @@ class VerifiedEngines:
                 judged.task.cancel()
             if all(url != key[1] for _, url in self._judged):
                 self._client.forget(key[1])
-        self._metrics.mismatches.set(
-            sum(bool(self._problems(*key, judged.verdict)) for key, judged in self._judged.items() if judged.verdict)
-        )
         self._renderers.look(models, present)
-        self._metrics.renderers_unusable.set(len({url for _, url, _ in self.renderer_problems()}))
+
+    def _num_mismatches(self) -> int:
+        return sum(bool(self._problems(*key, judged.verdict)) for key, judged in self._judged.items() if judged.verdict)
 
     def reads_differently(self, model: str, request: TokenRequest) -> bool:
         """Return whether the model's engines are of kinds that make different chats of such a request."""

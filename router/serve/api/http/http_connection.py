@@ -227,8 +227,9 @@ class HttpConnection(asyncio.Protocol):
 
     def write(self, parts: list[bytes]) -> None:
         """Write bytes, unless the connection is closing."""
-        if not self._transport.is_closing():
-            self._transport.write(b"".join(parts))
+        transport = self._transport
+        if not transport.is_closing():
+            transport.write(parts[0] if len(parts) == 1 else b"".join(parts))
 
     def write_answer(self, request: HttpRequest, answer: Answer) -> None:
         """Write a whole answer and end the request."""

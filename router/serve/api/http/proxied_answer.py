@@ -162,12 +162,12 @@ class ProxiedAnswer:
     def send(self, parts: list[bytes]) -> None:
         """Send the next bytes of the body. Never waits."""
         self._still_looks = 0
-        out, self._unsent = self._unsent, []
         if self._is_chunked:
-            out += (b"%x\r\n" % sum(map(len, parts)), *parts, b"\r\n")
-        else:
-            out += parts
-        self._connection.write(out)
+            body = parts[0] if len(parts) == 1 else b"".join(parts)
+            parts = [b"%x\r\n%b\r\n" % (len(body), body)]
+        if self._unsent:
+            parts, self._unsent = [*self._unsent, *parts], []
+        self._connection.write(parts)
 
     def finish(self) -> None:
         """End the body, which is complete."""
