@@ -16,7 +16,7 @@ from kvrouter.router.index.matching.question import Question
 from kvrouter.router.model.kvcache.catalog import Group, build_catalog
 from kvrouter.router.model.kvcache.resume_rule import ResumeRule, resume_rule
 from kvrouter.router.model.workers.registration import CatalogSpec
-from kvrouter.router.route.load.pending_prefixes import names_of
+from kvrouter.router.route.load.prefix_tree import PromptPrefixes, names_of, step_of
 from kvrouter.router.route.load.prompts_ahead import NOTHING, Coming, PromptAhead, PromptsAhead
 from kvrouter.router.route.placement.expected_reuse import ReuseShares
 from kvrouter.simulator.cache.shapes import SHAPES
@@ -33,9 +33,14 @@ def ids_of(path: list[tuple[int, int]]) -> list[int]:
     return [1 + kind for kind, length in path for _ in range(length)]
 
 
+def prepared(question: Question) -> PromptAhead:
+    prefixes = PromptPrefixes([names_of(question, BLOCK_TOKENS, 1)], step_of(question, BLOCK_TOKENS))
+    return PromptAhead(question, prefixes, BLOCK_TOKENS)
+
+
 def by_tokens(ids: list[int]) -> PromptAhead:
     question = Question("m", len(ids), token_ids=np.array(ids, np.int64))
-    return PromptAhead(question, names_of(question, BLOCK_TOKENS, 1)[0], BLOCK_TOKENS)
+    return prepared(question)
 
 
 def by_hashes(ids: list[int]) -> PromptAhead:
@@ -45,7 +50,7 @@ def by_hashes(ids: list[int]) -> PromptAhead:
         value = hash((value, tuple(ids[end - BLOCK_TOKENS : end]))) & (2**64 - 1)
         hashes.append(value)
     question = Question("m", len(ids), block_hashes=np.array(hashes, np.uint64))
-    return PromptAhead(question, names_of(question, BLOCK_TOKENS, 1)[0], BLOCK_TOKENS)
+    return prepared(question)
 
 
 def common(some: list[int], others: list[int]) -> int:
@@ -103,7 +108,7 @@ def test_what_is_coming_is_the_longest_beginning_of_any_prompt_that_is_still_ahe
     for prompt in sent:
         ahead.add(WORKER, prompt, 10.0)
     for number in gone & set(range(len(sent))):
-        ahead.settle(WORKER, sent[number].names, 1.0)
+        ahead.settle(WORKER, sent[number].prefixes, 1.0)
     ids = ids_of(path)
     live = [ids_of(other) for number, other in enumerate(paths) if number not in gone]
     # Only the latest eight of the prompts that begin alike are compared.
@@ -129,7 +134,7 @@ def test_what_is_remembered_of_prompts_and_of_models_is_bounded() -> None:
     ended = [by_tokens([7] * 300) for _ in range(3)]
     for prompt in ended:
         ahead.add(WORKER, prompt, 10.0)
-        ahead.settle(WORKER, prompt.names, 1.0)
+        ahead.settle(WORKER, prompt.prefixes, 1.0)
     assert ahead.coming(WORKER, by_tokens([7] * 300), ANYWHERE, 5.0).computed == 0
     assert len(ahead) == 0, "what has ended is looked at once"
     shares = ReuseShares(max_models=2)

@@ -18,7 +18,7 @@ from kvrouter.router.index.matching.cache_writes import CacheWrites, ModelWrites
 from kvrouter.router.index.matching.question import Hit, Question
 from kvrouter.router.model.config.settings import Config
 from kvrouter.router.model.kvcache.resume_rule import ResumeRule
-from kvrouter.router.route.load.pending_prefixes import PIECE_TOKENS
+from kvrouter.router.route.load.prefix_tree import PIECE_TOKENS
 from kvrouter.router.route.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.route.placement.placement_request import PlacementRequest
 from kvrouter.router.route.placement.placer import Placer

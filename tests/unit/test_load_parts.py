@@ -15,13 +15,21 @@ from kvrouter.router.model.engines.engine_metrics import EngineLoad, engine_life
 from kvrouter.router.model.engines.sglang.description import SGLANG
 from kvrouter.router.model.engines.vllm.description import VLLM
 from kvrouter.router.route.load.load_table import LoadTable
-from kvrouter.router.route.load.pending_prefixes import PIECE_TOKENS, PendingPrefixes, names_of
+from kvrouter.router.route.load.prefix_tree import (
+    PIECE_TOKENS,
+    PrefixTree,
+    PromptPrefixes,
+    names_of,
+    settle,
+    step_of,
+    tokens_at,
+)
 from kvrouter.router.route.load.session_affinity import SessionMemory
 from kvrouter.router.route.load.wait_queue import TRIES_PER_LOOK, Waiter, WaitQueue
 from kvrouter.router.route.load.worker_load import GAUGE_TTL_S, IDLE_GRACE_S, LoadModel
 from kvrouter.router.route.load.worker_speed import SAMPLES_MIN, WorkerSpeed, weighted_median
 
-A, B = WorkerKey("m", "a"), WorkerKey("m", "b")
+A, B, C = WorkerKey("m", "a"), WorkerKey("m", "b"), WorkerKey("m", "c")
 
 
 # -- rates
@@ -239,59 +247,69 @@ def question(*pieces: int, **fields: str) -> Question:
     return Question("m", len(tokens), token_ids=tokens, **fields)  # type: ignore[arg-type]
 
 
-def pending_tokens(pending: PendingPrefixes, asked: Question, now: float) -> dict[WorkerKey, int]:
-    names, step = names_of(asked, 16, 7)
-    return pending.tokens(names, step, asked.num_tokens, now)
+def prefixes_of(asked: Question, seed: int = 7) -> PromptPrefixes:
+    return PromptPrefixes([names_of(asked, 16, seed)], step_of(asked, 16))
+
+
+def pending_tokens(tree: PrefixTree, asked: Question, now: float) -> dict[WorkerKey, int]:
+    prefixes = prefixes_of(asked)
+    return tokens_at(tree.find(prefixes.names), prefixes.step_tokens, asked.num_tokens, now)
 
 
 def test_siblings_are_credited_with_what_they_share_until_it_ends() -> None:
-    pending = PendingPrefixes()
+    tree = PrefixTree()
     first = question(1, 2, 3)
-    names, _ = names_of(first, 16, 7)
-    pending.sent(A, names, 10.0)
-    assert pending_tokens(pending, question(1, 2, 9, 9), 5.0) == {A: 2 * PIECE_TOKENS}
+    tree.sent(prefixes_of(first), A, 0.0, 10.0)
+    assert pending_tokens(tree, question(1, 2, 9, 9), 5.0) == {A: 2 * PIECE_TOKENS}
     # One token must always be computed.
-    assert pending_tokens(pending, first, 5.0) == {A: 3 * PIECE_TOKENS - 1}
-    assert pending_tokens(pending, question(9, 2, 3), 5.0) == {}
-    assert pending_tokens(pending, first, 10.0) == {}
+    assert pending_tokens(tree, first, 5.0) == {A: 3 * PIECE_TOKENS - 1}
+    assert pending_tokens(tree, question(9, 2, 3), 5.0) == {}
+    assert pending_tokens(tree, first, 10.0) == {}
 
 
 def test_a_salt_and_an_adapter_keep_prompts_apart() -> None:
-    pending = PendingPrefixes()
-    pending.sent(A, names_of(question(1), 16, 7)[0], 10.0)
+    tree = PrefixTree()
+    tree.sent(prefixes_of(question(1)), A, 0.0, 10.0)
     for changed in (question(1, cache_salt="s"), question(1, lora_name="l")):
-        assert pending_tokens(pending, changed, 1.0) == {}
+        assert pending_tokens(tree, changed, 1.0) == {}
     # Names depend on a secret of the process.
-    assert names_of(question(1), 16, 8)[0] != names_of(question(1), 16, 7)[0]
+    assert prefixes_of(question(1), 8).names != prefixes_of(question(1)).names
 
 
 def test_block_hashes_are_names_already() -> None:
     hashes = np.arange(1, 65, dtype=np.uint64)
-    pending = PendingPrefixes()
-    names, step = names_of(Question("m", 1_025, block_hashes=hashes), 16, 7)
-    assert (names, step) == ([8, 16, 24, 32, 40, 48, 56, 64], 128)
-    pending.sent(A, names[:4], 10.0)
-    assert pending.tokens(names, step, 1_025, 0.0) == {A: 512}
-    assert names_of(Question("m", 5, block_hashes=np.empty(0, np.uint64)), 1, 7) == ([], 128)
+    prefixes = prefixes_of(Question("m", 1_025, block_hashes=hashes))
+    assert (prefixes.names, prefixes.step_tokens) == ([8, 16, 24, 32, 40, 48, 56, 64], 128)
+    tree = PrefixTree()
+    tree.sent(PromptPrefixes([prefixes.names[:4]]), A, 0.0, 10.0)
+    assert tokens_at(tree.find(prefixes.names), 128, 1_025, 0.0) == {A: 512}
+    assert prefixes_of(Question("m", 5, block_hashes=np.empty(0, np.uint64))).names == []
 
 
 def test_the_first_token_shortens_pending_credit() -> None:
-    pending = PendingPrefixes()
-    names, _ = names_of(question(1), 16, 7)
-    pending.sent(A, names, 10.0)
-    pending.sent(B, names, 10.0)
-    pending.settle(A, names, 3.0)
-    pending.settle(A, names, 8.0)
-    assert pending_tokens(pending, question(1, 2), 2.0) == {A: PIECE_TOKENS, B: PIECE_TOKENS}
-    assert pending_tokens(pending, question(1, 2), 4.0) == {B: PIECE_TOKENS}
-    pending.expire(11.0)
-    assert len(pending) == 0
+    tree = PrefixTree()
+    first, second = prefixes_of(question(1)), prefixes_of(question(1))
+    tree.sent(first, A, 0.0, 10.0)
+    tree.sent(second, B, 0.0, 10.0)
+    # Another prompt splits the node in which both end.
+    tree.sent(prefixes_of(question(1, 2)), C, 0.0, 1.0)
+    settle(first, A, 3.0)
+    settle(first, A, 8.0)
+    assert pending_tokens(tree, question(1, 2), 2.0) == {A: PIECE_TOKENS, B: PIECE_TOKENS}
+    assert pending_tokens(tree, question(1, 2), 4.0) == {B: PIECE_TOKENS}
 
 
-def test_names_are_bounded_and_a_prompts_end_goes_first() -> None:
-    pending = PendingPrefixes(max_names=3)
-    pending.sent(A, [1, 2, 3, 4], 10.0)
-    assert pending.tokens([1, 2, 3, 4], 10, 1_000, 0.0) == {A: 30}
+def test_a_prompts_end_is_forgotten_first_and_counts_again_once_it_is_sent_again() -> None:
+    tree = PrefixTree(max_names=3)
+    long, other = PromptPrefixes([[1, 2, 3]]), PromptPrefixes([[1, 2, 4]])
+    tree.sent(long, A, 0.0, 10.0)
+    tree.sent(other, B, 0.0, 10.0)
+    assert len(tree) == 3 and tokens_at(tree.find([1, 2, 3]), 10, 1_000, 0.0) == {A: 20, B: 20}
+    # Its first token is no longer about the part that was forgotten.
+    settle(long, A, 5.0)
+    assert tokens_at(tree.find([1, 2, 3]), 10, 1_000, 6.0) == {B: 20}
+    tree.sent(long, A, 6.0, 10.0)
+    assert tokens_at(tree.find([1, 2, 3]), 10, 1_000, 6.0) == {A: 30, B: 20}
 
 
 # -- the waiting line

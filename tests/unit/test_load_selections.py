@@ -6,13 +6,14 @@ from __future__ import annotations
 from kvrouter.contract.tiers import all_on_gpu
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.question import Hit
+from kvrouter.router.route.load.prefix_tree import PromptPrefixes
 from kvrouter.router.route.placement.choose import Choice
 from kvrouter.router.route.placement.selections import Selected, Selections
 
 
 def selected(expiry_s: float, worker_id: str = "w0") -> Selected:
     hit = Hit(WorkerKey("m", worker_id), all_on_gpu(0), "live", "")
-    return Selected("m", Choice(hit, None, "", None), [], 10, None, expiry_s)
+    return Selected("m", Choice(hit, None, "", None), PromptPrefixes([]), 10, None, expiry_s)
 
 
 def test_a_selection_is_found_until_it_expires() -> None:

@@ -14,8 +14,8 @@ from kvrouter.router.index.matching.question import Question
 from kvrouter.router.index.matching.routing_history import PIECE_TOKENS, pieces_of
 from kvrouter.router.model.kvcache.block_hash import HashScheme, HashSpace, extra_keys_for
 from kvrouter.router.model.kvcache.multimodal import MAX_ITEMS, Items, MultimodalItem, in_order, within
-from kvrouter.router.route.load.pending_prefixes import PIECE_TOKENS as PENDING_PIECE_TOKENS
-from kvrouter.router.route.load.pending_prefixes import names_of
+from kvrouter.router.route.load.prefix_tree import PIECE_TOKENS as PENDING_PIECE_TOKENS
+from kvrouter.router.route.load.prefix_tree import names_of
 
 CAT, DOG = MultimodalItem("cat", 3, 4), MultimodalItem("dog", 7, 9)
 
@@ -72,7 +72,7 @@ def guessed(question: Question) -> list[int]:
 
 
 def pending(question: Question) -> list[int]:
-    return names_of(question, 1, 7)[0]
+    return names_of(question, 1, 7)
 
 
 @pytest.mark.parametrize(("names", "piece_tokens"), [(guessed, PIECE_TOKENS), (pending, PENDING_PIECE_TOKENS)])

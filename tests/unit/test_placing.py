@@ -17,7 +17,7 @@ from kvrouter.router.model.engines.engine_metrics import EngineLoad
 from kvrouter.router.model.kvcache.resume_rule import ResumeRule
 from kvrouter.router.route.load.load_messages import PREFILL_COMPLETE, RELEASE
 from kvrouter.router.route.load.load_table import PREFILL_TTL_S, RESERVATION_TTL_S
-from kvrouter.router.route.load.pending_prefixes import PENDING_TTL_S, SELECTED_TTL_S, SETTLE_S
+from kvrouter.router.route.load.prefix_tree import PENDING_TTL_S, SELECTED_TTL_S, SETTLE_S
 from kvrouter.router.route.load.prompts_ahead import ARRIVAL_S
 from kvrouter.router.route.placement.placement_request import Placement, PlacementRequest
 from tests.support.placing_stage import TOKENS, Stage, ask, hit
@@ -76,7 +76,7 @@ def test_a_choice_whose_end_is_reported_is_a_request_of_the_history() -> None:
     sums = stage.placer.traffic.take()["m"]
     assert (sums.requests, sums.prompt_tokens, sums.reused_tokens) == (1, TOKENS, 500)
     (prompt,) = stage.placer.traffic.take_prompts()
-    assert prompt.names == placement.names and prompt.reused_tokens == 500
+    assert prompt.names == placement.prefixes.names and prompt.reused_tokens == 500
     # A request whose answer comes through this router is counted there.
     placement = stage.placer.reserve(ask())
     placement.is_watched = True

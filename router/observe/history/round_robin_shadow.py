@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.observe.history.shadow_cache import ShadowCache, WorkerCache, shadow_cache
-from kvrouter.router.route.load.pending_prefixes import PIECE_TOKENS
+from kvrouter.router.route.load.prefix_tree import PIECE_TOKENS
 
 # How many pieces and checkpoints of all workers are remembered, some 200 bytes each: caches of 25 million tokens in
 # all. If the workers' caches hold more, each worker gets an equal part of this number.

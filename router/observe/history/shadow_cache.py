@@ -11,7 +11,7 @@ from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.follow.fleet.worker_registry import WorkerRegistry
 from kvrouter.router.model.kvcache.catalog import Catalog, GroupRule
 from kvrouter.router.model.kvcache.resume_rule import resume_rule
-from kvrouter.router.route.load.pending_prefixes import PIECE_TOKENS
+from kvrouter.router.route.load.prefix_tree import PIECE_TOKENS
 
 
 class WorkerCache(NamedTuple):

@@ -460,7 +460,7 @@ class RequestWatch:
     def _count_prompt(self, report: ReuseReport, placement: Placement) -> None:
         """Count the prompt of a complete answer, and those of its tokens that were not computed."""
         reused_tokens, usage = report.reused, report.usage
-        names: Sequence[int] = placement.names
+        names: Sequence[int] = placement.prefixes.names
         if placement.sequences > 1:
             # The report covers one prompt or one answer, so the prediction stands for the others.
             names = names if self._list is None else ()

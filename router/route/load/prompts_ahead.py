@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts that an engine schedules before the next one, and the tokens that they will leave for it to reuse. Pure.
 
-For the choice, `pending_prefixes.py` says in coarse steps how far a prompt's beginning is on its way to each worker.
+For the choice, `prefix_tree.py` says in coarse steps how far a prompt's beginning is on its way to each worker.
 This module says, to the token, how much of that the chosen worker's engine will reuse. Engines schedule prompts in the
 order of arrival and look a prompt up when they schedule it, so the prompts ahead are computed by then. The result is
 only an expectation, never a hit.
@@ -19,7 +19,7 @@ from xxhash import xxh3_64_intdigest
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.question import Question
 from kvrouter.router.model.kvcache.resume_rule import ResumeRule
-from kvrouter.router.route.load.pending_prefixes import step_of
+from kvrouter.router.route.load.prefix_tree import PromptPrefixes, Tail
 
 # Prompts with a common beginning are found by these first tokens; prompts that share fewer have no block in common.
 HEAD_TOKENS = 16
@@ -61,25 +61,23 @@ class PromptAhead:
         "checkpoints",
         "ends_s",
         "key",
-        "names",
         "new_tokens",
         "num_tokens",
-        "step_tokens",
+        "prefixes",
         "unit_tokens",
         "units",
         "worker",
     )
 
-    def __init__(self, question: Question, names: list[int], hash_block_size: int) -> None:
+    def __init__(self, question: Question, prefixes: PromptPrefixes, hash_block_size: int) -> None:
         """Prepare a prompt for comparisons.
 
         Args:
             question: The prompt.
-            names: The hashes of the prompt's prefixes, from `names_of`. A prompt with images is compared by them alone.
+            prefixes: The prompt's prefixes. A prompt with images is compared by their names alone.
             hash_block_size: Tokens of a block.
         """
-        self.names = names
-        self.step_tokens = step_of(question, hash_block_size)
+        self.prefixes = prefixes
         self.num_tokens = question.num_tokens
         # Tokens of the prompt that the worker that computes it neither holds nor is computing.
         self.new_tokens = question.num_tokens
@@ -102,17 +100,31 @@ class PromptAhead:
 
     def common_tokens(self, other: PromptAhead) -> int:
         """Return how many tokens both prompts have in common from the start, as far as both are known."""
-        depth = _common_names(self.names, other.names) if self.step_tokens == other.step_tokens else 0
-        known_tokens = depth * self.step_tokens
+        own, others = self.prefixes, other.prefixes
+        depth = _common_names(own.names, others.names) if own.step_tokens == others.step_tokens else 0
+        known_tokens = depth * own.step_tokens
         if self.units is None or other.units is None or self.unit_tokens != other.unit_tokens:
             return known_tokens
         start = known_tokens // self.unit_tokens
         # Behind the last common name, the next piece differs or is incomplete in one of the prompts.
-        stop = start + self.step_tokens // self.unit_tokens
+        stop = start + own.step_tokens // self.unit_tokens
         stop = min(stop, len(self.units), len(other.units))
         different = self.units[start:stop] != other.units[start:stop]
         first = different.tobytes().find(1)
         return (stop if first < 0 else start + first) * self.unit_tokens
+
+    def tail(self, pieces: int, units: int | None = None) -> Tail:
+        """Return the units of the prompt behind its first pieces as a tail; empty if its tokens are not compared.
+
+        Args:
+            pieces: The number of pieces before the tail.
+            units: The largest number of units in the tail, or None for all.
+        """
+        if self.units is None:
+            return Tail(0, 0)
+        first = pieces * self.prefixes.step_tokens // self.unit_tokens
+        rest = self.units[first : None if units is None else first + units]
+        return Tail(len(rest), xxh3_64_intdigest(rest.tobytes()))
 
 
 def _common_names(names: Sequence[int], other_names: Sequence[int]) -> int:
@@ -131,16 +143,13 @@ def _common_names(names: Sequence[int], other_names: Sequence[int]) -> int:
 
 
 class PromptsAhead:
-    """The prompts that each worker has not computed yet, by their beginnings.
-
-    A prompt is identified by its list of names, which its placement keeps alive.
-    """
+    """The prompts that each worker has not computed yet, by their beginnings."""
 
     def __init__(self, max_prompts: int = MAX_PROMPTS, max_units: int = MAX_UNITS) -> None:
         self._max_prompts = max_prompts
         self._max_units = max_units
-        self._prompts: dict[int, PromptAhead] = {}
-        self._siblings: dict[tuple[object, ...], dict[int, PromptAhead]] = {}
+        self._prompts: dict[PromptPrefixes, PromptAhead] = {}
+        self._siblings: dict[tuple[object, ...], dict[PromptPrefixes, PromptAhead]] = {}
         self._units = 0
 
     def __len__(self) -> int:
@@ -148,44 +157,44 @@ class PromptsAhead:
 
     def add(self, worker: WorkerKey, prompt: PromptAhead, ends_s: float) -> None:
         """Count a prompt that was sent to a worker, until `ends_s`."""
-        self.drop(prompt.names)
+        self.drop(prompt.prefixes)
         if prompt.key is None:
             return
         prompt.worker, prompt.ends_s = worker, ends_s
-        self._prompts[id(prompt.names)] = prompt
-        self._siblings.setdefault((worker, *prompt.key), {})[id(prompt.names)] = prompt
+        self._prompts[prompt.prefixes] = prompt
+        self._siblings.setdefault((worker, *prompt.key), {})[prompt.prefixes] = prompt
         self._units += _size(prompt)
         while len(self._prompts) > self._max_prompts or self._units > self._max_units:
-            self.drop(next(iter(self._prompts.values())).names)
+            self.drop(next(iter(self._prompts)))
 
-    def drop(self, names: Sequence[int]) -> None:
+    def drop(self, prefixes: PromptPrefixes) -> None:
         """Forget a prompt, because it failed or is counted elsewhere."""
-        prompt = self._prompts.pop(id(names), None)
+        prompt = self._prompts.pop(prefixes, None)
         if prompt is None or prompt.key is None:
             return
         self._units -= _size(prompt)
         key = (prompt.worker, *prompt.key)
         siblings = self._siblings[key]
-        del siblings[id(names)]
+        del siblings[prefixes]
         if not siblings:
             del self._siblings[key]
 
-    def move(self, worker: WorkerKey, names: Sequence[int], ends_s: float) -> None:
+    def move(self, worker: WorkerKey, prefixes: PromptPrefixes, ends_s: float) -> None:
         """Count a known prompt at this worker from now on."""
-        prompt = self._prompts.get(id(names))
+        prompt = self._prompts.get(prefixes)
         if prompt is not None:
             self.add(worker, prompt, ends_s)
 
-    def settle(self, worker: WorkerKey, names: Sequence[int], ends_s: float) -> None:
+    def settle(self, worker: WorkerKey, prefixes: PromptPrefixes, ends_s: float) -> None:
         """Stop counting a prompt at `ends_s`, because it is computed and the engine's events take over."""
-        prompt = self._prompts.get(id(names))
+        prompt = self._prompts.get(prefixes)
         if prompt is not None and prompt.worker == worker:
             prompt.ends_s = min(prompt.ends_s, ends_s)
 
     def expire(self, now: float) -> None:
         """Drop the prompts that have ended."""
         for prompt in [prompt for prompt in self._prompts.values() if prompt.ends_s <= now]:
-            self.drop(prompt.names)
+            self.drop(prompt.prefixes)
 
     def coming(self, worker: WorkerKey, prompt: PromptAhead, rule: ResumeRule, now: float) -> Coming:
         """Return the tokens that the prompts ahead of this one at a worker will leave for it."""
@@ -211,7 +220,7 @@ class PromptsAhead:
                 break
         # Drop expired siblings here, so that each is met only once and looks stay short.
         for sibling in expired:
-            self.drop(sibling.names)
+            self.drop(sibling.prefixes)
         return Coming(resumable, computed, tuple(sorted(checkpoints)[-MAX_CHECKPOINTS:]))
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, repeat
 
 import msgspec
 
@@ -36,21 +37,21 @@ class Copies(msgspec.Struct, frozen=True, gc=False):
 NO_COPIES = Copies()
 
 
-def copies_of(counts: Sequence[int], piece_tokens: int, workers: int) -> Copies:
+def copies_of(counts: Sequence[tuple[int, int]], piece_tokens: int, workers: int) -> Copies:
     """Return the savings of copies of a prompt's beginnings.
 
     A piece that k different prompts began with is wanted by (k - 1) / workers other prompts at each worker. Where x
     other prompts want it, a copy saves 1 - 1 / (1 + x) of it.
 
     Args:
-        counts: How many different prompts began with each piece, from the first piece on.
+        counts: How many different prompts shared each part of the prompt's beginning, and how many pieces the part has.
         piece_tokens: The length of a piece.
         workers: The number of workers of the model.
     """
     saved_tokens = [0.0]
-    for count in counts:
+    for count, pieces in counts:
         if count < 2:
             break
         wanted = (count - 1) / max(1, workers)
-        saved_tokens.append(saved_tokens[-1] + piece_tokens * wanted / (1 + wanted))
+        saved_tokens += accumulate(repeat(piece_tokens * wanted / (1 + wanted), pieces), initial=saved_tokens.pop())
     return Copies(saved_tokens, piece_tokens) if len(saved_tokens) > 1 else NO_COPIES

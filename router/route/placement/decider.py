@@ -24,15 +24,21 @@ from kvrouter.router.model.config.settings import Config
 from kvrouter.router.model.kvcache.resume_rule import ResumeRule
 from kvrouter.router.route.load.busy_share import BusyShare
 from kvrouter.router.route.load.key_shares import KeyShares
-from kvrouter.router.route.load.pending_prefixes import (
+from kvrouter.router.route.load.prefix_tree import (
+    ARRIVING,
+    COMPUTING,
     PENDING_TTL_S,
-    PIECE_TOKENS,
     SELECTED_TTL_S,
     SETTLE_S,
-    PendingPrefixes,
+    Path,
+    PrefixTree,
+    PromptPrefixes,
+    counts_of,
     names_of,
+    settle,
+    step_of,
+    tokens_at,
 )
-from kvrouter.router.route.load.prefix_popularity import PrefixPopularity
 from kvrouter.router.route.load.prompts_ahead import AHEAD_TTL_S, ARRIVAL_S, PromptAhead, PromptsAhead
 from kvrouter.router.route.load.session_affinity import SessionMemory
 from kvrouter.router.route.load.traffic_sums import TrafficSums
@@ -40,7 +46,7 @@ from kvrouter.router.route.load.worker_load import LoadModel
 from kvrouter.router.route.placement.admission_queue import RETRY_AFTER_S
 from kvrouter.router.route.placement.candidates import candidates, no_worker_error, split_by_role
 from kvrouter.router.route.placement.choose import Choice, choose
-from kvrouter.router.route.placement.copies import NO_COPIES, copies_of
+from kvrouter.router.route.placement.copies import copies_of
 from kvrouter.router.route.placement.cost import ChoiceContext
 from kvrouter.router.route.placement.expected_reuse import ExpectedReuse, ReuseShares
 from kvrouter.router.route.placement.lenders import Lenders
@@ -152,13 +158,10 @@ class Decider:
         self._declared_lenders = Lenders(fleet, weights, unavailable, declared_only=True)
         self._pulls = config.peer_pulls == "on"
         self._sessions = SessionMemory()
-        # Prefixes that a worker is computing, and prefixes on their way to a worker by a hand-over.
-        self._pending = PendingPrefixes()
-        self._arriving = PendingPrefixes()
+        self._tree = PrefixTree()
         self._ahead = PromptsAhead()
         self._shares = ReuseShares()
-        self._pending_seed = rng.getrandbits(64)
-        self._popular = PrefixPopularity()
+        self._names_seed = rng.getrandbits(64)
         self._models: defaultdict[str, _ModelTraffic] = defaultdict(_ModelTraffic)
 
     def apply(self, config: Config) -> None:
@@ -186,14 +189,15 @@ class Decider:
         if not hits:
             prefill_only = [hit.worker for hit in eligible.wanted if hit.worker in prefillers]
             raise no_worker_error(question.model, eligible, RETRY_AFTER_S, prefill_only)
-        names, step_tokens = self._names(question)
-        context = self._context(request, names, step_tokens, now)
+        prefixes = self._prefixes(question)
+        paths = [self._tree.find(names) for names in prefixes.prompts]
+        context = self._context(request, prefixes, paths, now)
         if not prefillers:
             choice = choose(hits, context, self._rng)
             if not request.dry_run:
                 count_losses(self._metrics, self._traffic, choice, everybody, eligible.wanted)
         else:
-            arriving = self._arriving.tokens(names, step_tokens, question.num_tokens, now)
+            arriving = _under_way(question, prefixes, paths, now, ARRIVING)
             decode_context = (
                 msgspec.structs.replace(context, pending=_furthest(context.pending, arriving)) if arriving else context
             )
@@ -216,7 +220,7 @@ class Decider:
             )
         if context.key_share is not None and not request.dry_run:
             self._metrics.over_share(question.model).inc()
-        prompt = PromptAhead(question, names, self._fleet.hash_block_size(question.model))
+        prompt = PromptAhead(question, prefixes, self._fleet.hash_block_size(question.model))
         computing = choice if choice.prefill is None else choice.prefill
         prompt.new_tokens -= max(computing.hit.on_gpu, context.pending.get(computing.hit.worker, 0))
         expected = self._expected(question, choice, prompt, now)
@@ -236,29 +240,34 @@ class Decider:
             raise no_worker_error(model, eligible, RETRY_AFTER_S, [hit.worker for hit in prefill_hits])
         return [hit.worker for hit in hits]
 
-    def _names(self, question: Question) -> tuple[list[int], int]:
-        """Return the names of the prompt's prefixes, and the tokens between them; for a list, the names of all its prompts."""
+    def _prefixes(self, question: Question) -> PromptPrefixes:
+        """Return the prefixes of the prompt, or of each prompt of a list."""
         block_size = self._fleet.hash_block_size(question.model)
-        if question.parts:
-            of_parts = [names_of(part, block_size, self._pending_seed)[0] for part in question.parts]
-            return [name for names in of_parts for name in names], PIECE_TOKENS
-        return names_of(question, block_size, self._pending_seed)
+        parts = question.parts or (question,)
+        prompts = [names_of(part, block_size, self._names_seed) for part in parts]
+        return PromptPrefixes(prompts, step_of(parts[0], block_size))
 
-    def _context(self, request: PlacementRequest, names: list[int], step_tokens: int, now: float) -> ChoiceContext:
-        """Return the context of a choice for the request."""
+    def _context(
+        self, request: PlacementRequest, prefixes: PromptPrefixes, paths: Sequence[Path], now: float
+    ) -> ChoiceContext:
+        """Return the context of a choice for the request.
+
+        Args:
+            request: The request.
+            prefixes: The prefixes of its prompts.
+            paths: For each prompt, the path of its beginning in the tree.
+            now: The current time.
+        """
         question = request.question
         writes, traffic = self._fleet.writes(question.model), self._models[question.model]
-        if question.parts:
-            # The prompts of a list have no common beginning of which a copy would be worth anything.
-            pending, copies = self._pending_parts(question, names, now), NO_COPIES
-        else:
-            pending = self._pending.tokens(names, step_tokens, question.num_tokens, now)
-            copies = copies_of(self._popular.counts(names), step_tokens, len(writes.workers))
+        # The prompts of a list have no common beginning of which a copy would be worth anything.
+        counts = [] if question.parts else counts_of(paths[0])
+        copies = copies_of(counts, prefixes.step_tokens, len(writes.workers))
         return ChoiceContext(
             num_tokens=question.num_tokens,
             num_prompts=question.num_prompts,
             weights=self._weights,
-            pending=pending,
+            pending=_under_way(question, prefixes, paths, now),
             session=self._sessions.find(question.model, session, now) if (session := request.session_name) else None,
             policy=self._policy,
             turn=traffic.turns,
@@ -277,22 +286,6 @@ class Decider:
         if not self._pulls or not _may_fetch(request):
             return None
         return self._declared_lenders if request.pulls_declared else self._lenders
-
-    def _pending_parts(self, question: Question, names: list[int], now: float) -> dict[WorkerKey, int]:
-        """Return how many tokens of the beginnings of a list's prompts each worker is computing.
-
-        Args:
-            question: The prompts.
-            names: The names of all prompts' prefixes, one for each whole piece of a prompt.
-            now: The current time.
-        """
-        pending: Counter[WorkerKey] = Counter()
-        start = 0
-        for part in question.parts:
-            end = start + (part.known_tokens or 0) // PIECE_TOKENS
-            pending.update(self._pending.tokens(names[start:end], PIECE_TOKENS, part.num_tokens, now))
-            start = end
-        return pending
 
     def _busy_now(self, model: str, workers: int) -> float:
         """Return the share of the model's workers that compute a prompt now."""
@@ -343,10 +336,11 @@ class Decider:
         _, prefill_hits = split_by_role(eligible.hits, self._prefillers(question.model))
         if not prefill_hits:
             return None
-        names, step_tokens = self._names(question)
-        arriving = self._arriving.tokens(names, step_tokens, question.num_tokens, now)
+        prefixes = self._prefixes(question)
+        paths = [self._tree.find(names) for names in prefixes.prompts]
+        arriving = _under_way(question, prefixes, paths, now, ARRIVING)
         alone = msgspec.structs.replace(choice, prefill=None)
-        context = self._context(request, names, step_tokens, now)
+        context = self._context(request, prefixes, paths, now)
         combined, _ = with_prefill(alone, prefill_hits, context, self._rules, self._rng, arriving=arriving)
         prefill = combined.prefill
         return prefill and msgspec.structs.replace(prefill, url=self._fleet.url(prefill.hit.worker))
@@ -363,11 +357,9 @@ class Decider:
             now: The current time.
             reserved: Whether the outcome of the request will be reported.
         """
-        worker, names = choice.hit.worker, prompt.names
+        worker, prefixes = choice.hit.worker, prompt.prefixes
         ttl_s = PENDING_TTL_S if reserved else SELECTED_TTL_S
         self._fleet.sent(request.question, worker)
-        if not request.question.parts:
-            self._popular.placed(prompt)
         writes, traffic = self._fleet.writes(worker.model), self._models[worker.model]
         traffic.turns += 1
         computing = choice if choice.prefill is None else choice.prefill
@@ -375,13 +367,15 @@ class Decider:
         traffic.keys.wrote(key, computing.hit.worker, prompt.new_tokens, writes.writings)
         traffic.busy.observe(self._busy_now(worker.model, len(writes.workers)), now)
         if choice.prefill is None:
-            self._pending.sent(worker, names, now + ttl_s)
+            self._tree.sent(prefixes, worker, now, ttl_s)
         else:
             prefill_worker = choice.prefill.hit.worker
             traffic.keys.wrote(key, worker, request.question.num_tokens - choice.hit.on_gpu, writes.writings)
             self._fleet.sent(request.question, prefill_worker)
-            self._pending.sent(prefill_worker, names, now + ttl_s)
-            self._arriving.sent(worker, names, now + ttl_s)
+            self._tree.sent(prefixes, prefill_worker, now, ttl_s)
+            self._tree.sent(prefixes, worker, now, ttl_s, ARRIVING)
+        if not request.question.parts:
+            self._tree.count(prefixes, prompt.tail)
         if choice.expected is not None:
             prompt.checkpoints = choice.expected.checkpoints
         self._ahead.add(computing.hit.worker, prompt, now + (AHEAD_TTL_S if reserved else SELECTED_TTL_S))
@@ -426,41 +420,51 @@ class Decider:
 
     # -- prompts under way
 
-    def mark_pending(self, worker: WorkerKey, names: list[int], now: float) -> None:
+    def mark_pending(self, worker: WorkerKey, prefixes: PromptPrefixes, now: float) -> None:
         """Note that a worker computes or receives the prompt with these prefixes from now on."""
-        self._pending.sent(worker, names, now + PENDING_TTL_S)
-        self._arriving.settle(worker, names, now)
-        self._ahead.move(worker, names, now + AHEAD_TTL_S)
+        self._tree.sent(prefixes, worker, now, PENDING_TTL_S)
+        settle(prefixes, worker, now, ARRIVING)
+        self._ahead.move(worker, prefixes, now + AHEAD_TTL_S)
 
-    def computed(self, worker: WorkerKey, names: list[int], now: float) -> None:
+    def computed(self, worker: WorkerKey, prefixes: PromptPrefixes, now: float) -> None:
         """Note that a worker has computed the prompt.
 
         From now on the engine's events say what it holds, and the assumptions about the prompt under way end soon.
         """
-        self._pending.settle(worker, names, now + SETTLE_S)
-        self._arriving.settle(worker, names, now)
-        self._ahead.settle(worker, names, now + ARRIVAL_S)
+        settle(prefixes, worker, now + SETTLE_S)
+        settle(prefixes, worker, now, ARRIVING)
+        self._ahead.settle(worker, prefixes, now + ARRIVAL_S)
 
-    def failed(self, worker: WorkerKey, names: list[int], now: float) -> None:
+    def failed(self, worker: WorkerKey, prefixes: PromptPrefixes, now: float) -> None:
         """Forget a prompt that may never have reached the worker."""
-        self._pending.settle(worker, names, now)
-        self._arriving.settle(worker, names, now)
-        self._ahead.settle(worker, names, now)
+        settle(prefixes, worker, now)
+        settle(prefixes, worker, now, ARRIVING)
+        self._ahead.settle(worker, prefixes, now)
 
     def expire(self, now: float) -> None:
         """Drop entries that are too old, and the traffic of models and workers that are gone."""
         self._lenders.tick()
         self._declared_lenders.tick()
         self._sessions.expire(now)
-        self._pending.expire(now)
         self._ahead.expire(now)
-        self._arriving.expire(now)
         workers = set(self._fleet.workers())
         models = {worker.model for worker in workers}
         for model in [model for model in self._models if model not in models]:
             del self._models[model]
         for traffic in self._models.values():
             traffic.keys.keep(workers)
+
+
+def _under_way(
+    question: Question, prefixes: PromptPrefixes, paths: Sequence[Path], now: float, kind: int = COMPUTING
+) -> Mapping[WorkerKey, int]:
+    """Return how many tokens of the prompts' beginnings each worker is computing, or receives by a hand-over."""
+    if not question.parts:
+        return tokens_at(paths[0], prefixes.step_tokens, question.num_tokens, now, kind)
+    tokens: Counter[WorkerKey] = Counter()
+    for part, path in zip(question.parts, paths, strict=True):
+        tokens.update(tokens_at(path, prefixes.step_tokens, part.num_tokens, now, kind))
+    return tokens
 
 
 def _takes_requests(worker: WorkerKey) -> None:

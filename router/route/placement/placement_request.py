@@ -10,6 +10,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
 
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.question import Hit, Question
+from kvrouter.router.route.load.prefix_tree import PromptPrefixes
 from kvrouter.router.route.placement.candidates import Pin
 from kvrouter.router.route.placement.choose import Choice
 from kvrouter.router.route.placement.planned_pull import PlannedPull
@@ -135,7 +136,6 @@ class Placement:
         "first_token_s",
         "has_moved",
         "is_watched",
-        "names",
         "num_prompts",
         "num_tokens",
         "placed_s",
@@ -143,6 +143,7 @@ class Placement:
         "prefill",
         "prefilled_at",
         "prefilling",
+        "prefixes",
         "queued_s",
         "selection_id",
         "url",
@@ -154,7 +155,7 @@ class Placement:
         ends: PlacementOwner,
         selection_id: str,
         choice: Choice,
-        names: list[int],
+        prefixes: PromptPrefixes,
         num_tokens: int,
         decode_tokens: int,
         placed_s: float,
@@ -168,7 +169,7 @@ class Placement:
         # URL of the worker that was chosen.
         self.url = choice.url
         self.choice = choice
-        self.names = names
+        self.prefixes = prefixes
         # The length of all prompts, and their number.
         self.num_tokens = num_tokens
         self.num_prompts = num_prompts

@@ -201,7 +201,7 @@ class Placer:
             selected = Selected(
                 model,
                 kept_choice,
-                prompt.names,
+                prompt.prefixes,
                 num_tokens,
                 request.max_tokens,
                 until_s,
@@ -249,7 +249,7 @@ class Placer:
         placement = self._reservations.book(
             selection_id,
             kept_choice,
-            prompt.names,
+            prompt.prefixes,
             request.conversation_tokens + question.num_tokens,
             request.max_tokens,
             now,
@@ -282,7 +282,7 @@ class Placer:
         placement = self._reservations.book(
             selection_id,
             selected.choice,
-            selected.names,
+            selected.prefixes,
             selected.num_tokens,
             selected.max_tokens,
             now,
@@ -290,7 +290,7 @@ class Placer:
             selected.answers,
         )
         self._selections.drop(selection_id)
-        self._decider.mark_pending(selected.choice.hit.worker, selected.names, now)
+        self._decider.mark_pending(selected.choice.hit.worker, selected.prefixes, now)
         return placement
 
     async def place(self, request: PlacementRequest) -> Placement:

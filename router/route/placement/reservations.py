@@ -16,6 +16,7 @@ from kvrouter.router.index.matching.question import Hit
 from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.router.route.load.load_messages import PREFILL_COMPLETE
 from kvrouter.router.route.load.load_metrics import LoadMetrics
+from kvrouter.router.route.load.prefix_tree import PromptPrefixes
 from kvrouter.router.route.load.traffic_sums import TrafficSums
 from kvrouter.router.route.load.worker_load import LoadModel
 from kvrouter.router.route.placement.choose import Choice
@@ -59,7 +60,7 @@ class Reservations:
         self,
         selection_id: str,
         choice: Choice,
-        names: list[int],
+        prefixes: PromptPrefixes,
         num_tokens: int,
         max_tokens: int | None,
         now: float,
@@ -71,7 +72,7 @@ class Reservations:
         Args:
             selection_id: The id of the placement.
             choice: The choice of the worker.
-            names: The names of the prompts' prefixes.
+            prefixes: The prompts' prefixes.
             num_tokens: The length of all prompts.
             max_tokens: The most tokens of an answer, or None if that is not known.
             now: The current time.
@@ -81,7 +82,9 @@ class Reservations:
         output_tokens = min(max_tokens if max_tokens is not None else USUAL_OUTPUT_TOKENS, USUAL_OUTPUT_TOKENS)
         # Each answer is decoded with its prompt as its context.
         decode_tokens = answers * (num_tokens + num_prompts * (output_tokens // 2))
-        placement = Placement(self, selection_id, choice, names, num_tokens, decode_tokens, now, num_prompts, answers)
+        placement = Placement(
+            self, selection_id, choice, prefixes, num_tokens, decode_tokens, now, num_prompts, answers
+        )
         if (pull := choice.pull) is None:
             self._count(selection_id, choice, decode_tokens, now, placement.sequences)
         else:
@@ -126,12 +129,12 @@ class Reservations:
             return
         now = self._clock()
         placement.prefilled_at = part.worker
-        self._decider.computed(part.worker, placement.names, now)
+        self._decider.computed(part.worker, placement.prefixes, now)
         self._learn(part.choice, placement.num_tokens, now - part.placed_s)
         self._end_prefill(placement, now)
         # The request reaches the decode worker only now; its engine may have reported before that it is idle.
         self._table.renew(placement.selection_id, now)
-        self._decider.mark_pending(placement.worker, placement.names, now)
+        self._decider.mark_pending(placement.worker, placement.prefixes, now)
         self._freed()
 
     def prefill_failed(self, placement: Placement, request: PlacementRequest | None) -> None:
@@ -145,16 +148,16 @@ class Reservations:
         if part is None:
             return
         now = self._clock()
-        self._decider.failed(part.worker, placement.names, now)
+        self._decider.failed(part.worker, placement.prefixes, now)
         self._end_prefill(placement, now)
         prefill = None if request is None else self._decider.another_prefill(request, placement.choice, now)
         if prefill is not None:
-            self._decider.mark_pending(prefill.hit.worker, placement.names, now)
+            self._decider.mark_pending(prefill.hit.worker, placement.prefixes, now)
             self._begin_prefill(placement, prefill, now)
         else:
             placement.predicted_tokens = placement.choice.hit.tokens
             self._table.renew(placement.selection_id, now, prefill_tokens=placement.choice.alone_tokens)
-            self._decider.mark_pending(placement.worker, placement.names, now)
+            self._decider.mark_pending(placement.worker, placement.prefixes, now)
         self._freed()
 
     def _end_prefill(self, placement: Placement, now: float) -> None:
@@ -173,13 +176,13 @@ class Reservations:
         if (part := placement.prefill) is not None:
             # The client that sent both requests did not report the end of the prefill.
             placement.prefilled_at = part.worker
-            self._decider.computed(part.worker, placement.names, now)
-            self._decider.mark_pending(placement.worker, placement.names, now)
+            self._decider.computed(part.worker, placement.prefixes, now)
+            self._decider.mark_pending(placement.worker, placement.prefixes, now)
             self._end_prefill(placement, now)
         elif placement.prefilled_at is None and not placement.has_moved and placement.num_prompts == 1:
             self._learn(placement.choice, placement.num_tokens, now - placement.placed_s)
         self._table.prefill_done(placement.selection_id, now)
-        self._decider.computed(placement.worker, placement.names, now)
+        self._decider.computed(placement.worker, placement.prefixes, now)
         self._freed()
 
     def served_by(self, placement: Placement, hit: Hit) -> None:
@@ -187,7 +190,7 @@ class Reservations:
         if placement.selection_id not in self._placements or hit.worker == placement.worker:
             return
         now = self._clock()
-        self._decider.failed(placement.worker, placement.names, now)
+        self._decider.failed(placement.worker, placement.prefixes, now)
         if self._table.release(placement.selection_id, now):
             self._metrics.ended["released"].inc()
         prefill_tokens = placement.choice.prefill_tokens
@@ -208,7 +211,7 @@ class Reservations:
             source if lent_tokens else None,
             lent_tokens,
         )
-        self._decider.mark_pending(hit.worker, placement.names, now)
+        self._decider.mark_pending(hit.worker, placement.prefixes, now)
         self._freed()
 
     def done(self, placement: Placement, output_tokens: int | None) -> None:
@@ -228,9 +231,9 @@ class Reservations:
                 self._computed(placement)
             # The worker may never have begun to compute the prompt.
             placement.prefilling = False
-            self._decider.failed(placement.worker, placement.names, now)
+            self._decider.failed(placement.worker, placement.prefixes, now)
             if placement.prefill is not None:
-                self._decider.failed(placement.prefill.worker, placement.names, now)
+                self._decider.failed(placement.prefill.worker, placement.prefixes, now)
                 self._end_prefill(placement, now)
         elif output_tokens is not None and placement.first_token_s is not None and placement.sequences == 1:
             self._weights.rates_of(placement.worker).decoded(output_tokens - 1, now - placement.first_token_s)
@@ -292,7 +295,7 @@ class Reservations:
         self._traffic.of(placement.worker.model).requests += 1
         self._traffic.answered(
             placement.prefilled_at or placement.worker,
-            placement.names if placement.num_prompts == 1 else (),
+            placement.prefixes.names if placement.num_prompts == 1 else (),
             placement.num_tokens,
             placement.predicted_tokens,
         )

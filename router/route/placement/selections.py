@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
+from kvrouter.router.route.load.prefix_tree import PromptPrefixes
 from kvrouter.router.route.placement.choose import Choice
 
 # How long after the choice a selection can still be reserved. Clients usually reserve at once; a minute also suffices
@@ -23,8 +24,7 @@ class Selected(NamedTuple):
 
     model: str
     choice: Choice
-    # Names of the prompt's prefixes, as in `pending_prefixes.py`.
-    names: list[int]
+    prefixes: PromptPrefixes
     num_tokens: int
     max_tokens: int | None
     expiry_s: float
