@@ -81,9 +81,11 @@ def redis_binary() -> str:
 
 @pytest.fixture(scope="session")
 def embedded_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    store = asyncio.run(EmbeddedStore.start(tmp_path_factory.mktemp("embedded")))
-    yield store.url
-    asyncio.run(store.stop())
+    # One loop, because the store keeps a connection.
+    with asyncio.Runner() as runner:
+        store = runner.run(EmbeddedStore.start(tmp_path_factory.mktemp("embedded")))
+        yield store.url
+        runner.run(store.stop())
 
 
 @pytest.fixture

@@ -37,6 +37,7 @@ from kvrouter.router.model.workers.engine_key import EngineKey
 from kvrouter.router.model.workers.model_names import ServedModel
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.observe.quality.request_watch import Quality
+from kvrouter.router.route.load.prefix_tree import PromptPrefixes
 from kvrouter.router.route.owners.response_owners import EngineSign, ResponseOwners
 from kvrouter.router.route.placement.candidates import Pin
 from kvrouter.router.route.placement.placement_request import PlacementRequest
@@ -102,7 +103,7 @@ class Placed:
         )
         self.num_tokens = num_tokens
         self.sequences = 1
-        self.names: list[int] = []
+        self.prefixes = PromptPrefixes([[]])
         self.is_watched = False
         self.placed_s = time.monotonic()
         self.queued_s = 0.0
