@@ -127,9 +127,9 @@ def test_names_are_data_everywhere(
                 assert key.count("{") == key.count("}") == 1
                 owned.setdefault(key[: key.index("}")], set()).add(key)
         assert len(owned) == len(named)
-        assert all({key.rpartition(":")[2] for key in keys} == {"lease", "log", "meta"} for keys in owned.values()), (
-            owned
-        )
+        assert all(
+            {key.rpartition(":")[2] for key in keys} == {"copies", "lease", "log", "meta"} for keys in owned.values()
+        ), owned
 
         for model, worker_id in named:
             answer = post(router, "/query", {"model": model, "token_ids": TOKENS})[1]["instances"]
