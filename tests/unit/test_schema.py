@@ -35,6 +35,13 @@ WORKER = WorkerKey("m", "w", 1)
 PLACE = Place(0, "GPU")
 
 
+def without_descriptions(part: Any) -> Any:
+    """Leave the sentences of a JSON schema away: no router reads them, and versions of msgspec indent them differently."""
+    if isinstance(part, dict):
+        return {name: without_descriptions(value) for name, value in part.items() if name != "description"}
+    return [without_descriptions(value) for value in part] if isinstance(part, list) else part
+
+
 def forms() -> dict[str, Any]:
     hashes = np.array([1, 2], np.uint64)
     entry = entry_fields(
@@ -78,7 +85,7 @@ def forms() -> dict[str, Any]:
         "heartbeat": VERSION,
         "savings field": keys.savings_field("m", COLUMNS[0]),
         "savings": list(COLUMNS),
-        "structs": structs,
+        "structs": without_descriptions(structs),
     }
 
 
