@@ -39,7 +39,7 @@ DIRECTIVES = {
 
 def extensions() -> list[Extension]:
     """Return the modules that are compiled."""
-    typed = [path.with_suffix(".py") for path in Path("router").rglob("*.pxd")]
+    typed = [path.with_suffix(".py") for path in Path("router").rglob("*.pxd") if not path.with_suffix(".pyx").exists()]
     sources = sorted([*typed, *Path("router").rglob("*.pyx"), *Path("events").rglob("*.pyx")])
     names = [".".join(("kvrouter", *path.with_suffix("").parts)) for path in sources]
     # Cython writes the source of the shared module.

@@ -43,7 +43,7 @@ class SourceFinder:
 @functools.cache
 def caution() -> str | None:
     """Return a warning with the fix if modules run uncompiled, else None. It names them if others are compiled."""
-    typed = [path.with_suffix("") for folder in SOURCES for kind in ("*.pxd", "*.pyx") for path in folder.rglob(kind)]
+    typed = {path.with_suffix("") for folder in SOURCES for kind in ("*.pxd", "*.pyx") for path in folder.rglob(kind)}
     plain = [path.name for path in typed if not (wanted() and Path(f"{path}{EXTENSION_SUFFIXES[0]}").exists())]
     if not plain:
         return None

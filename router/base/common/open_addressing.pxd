@@ -11,7 +11,8 @@ cpdef void spread(const uint64_t[::1] hashes, uint64_t[::1] out) noexcept nogil
 @cython.final
 cdef class OrderedSlots:
     cdef uint64_t[::1] words
-    cdef readonly int64_t width, used, lines, line_slots, end
+    cdef readonly int64_t width, used, lines, line_slots, end, layouts
+    cdef object memory
     cdef int64_t most
     cdef uint64_t touched
     cdef double max_load

@@ -66,6 +66,24 @@ def lined_zeros(count: int) -> U64:
     return room[start : start + count]
 
 
+class ArrayMemory:
+    """The memory of one array that is replaced by another when it grows: this process's own.
+
+    Attributes:
+        half: Which half of the memory has the array in use; 0 if it has no halves.
+    """
+
+    def __init__(self) -> None:
+        self.half = 0
+
+    def zeros(self, words: int) -> U64:
+        """Return an array of zeros that begins at the start of a line, to replace the one in use."""
+        return lined_zeros(words)
+
+    def use(self) -> None:
+        """Use the last array of `zeros` from now on, and give back the memory of the one before."""
+
+
 class OrderedSlots:
     """An ordered table of entries in slots of one or two 64-bit words.
 
@@ -77,19 +95,23 @@ class OrderedSlots:
         lines: The number of lines that are the home of keys. Behind them are slots for entries that did not fit in the
             last lines.
         end: Index behind the last slot that was ever taken in this array; the slot at `end` is free.
+        layouts: How often the entries were moved into another array.
     """
 
-    def __init__(self, width: int, slots: int, max_load: float) -> None:
+    def __init__(self, width: int, slots: int, max_load: float, memory: ArrayMemory | None = None) -> None:
         """Create an empty table.
 
         Args:
             width: Words in a slot, 1 or 2.
             slots: The number of slots at first, a multiple of the slots in a line.
             max_load: The share of the slots that may be in use before the table grows.
+            memory: The memory of the entries; None: this process's own.
         """
         self.width = width
         self.line_slots = LINE_WORDS // width
         self.max_load = max_load
+        self.memory = memory or ArrayMemory()
+        self.layouts = 0
         self.used = 0
         self.words = np.zeros(0, np.uint64)
         self.lines = self.most = self.end = 0
@@ -115,14 +137,30 @@ class OrderedSlots:
 
     def lay_out(self, lines: int) -> None:
         """Move all entries into an array with this many lines."""
+        self.take(self.laid_out(lines), lines)
+
+    def laid_out(self, lines: int) -> U64:
+        """Return all entries in a new array with this many lines, for `take`."""
         slots = lines * self.line_slots
         end = max(self.end_with(lines), slots)
         # Reserve as many free slots again as entries have overflowed into behind the last line. Otherwise keys that
         # overflow this much would make the table grow each time.
-        new = lined_zeros((2 * end - slots + TAIL_SLOTS) * self.width)
+        new = self.memory.zeros((2 * end - slots + TAIL_SLOTS) * self.width)
         self.copy_to(new, lines)
-        self.words, self.lines, self.end = new, lines, end
+        return new
+
+    def take(self, laid_out: U64, lines: int) -> None:
+        """Use the entries that were laid out in an array with this many lines."""
+        slots = lines * self.line_slots
+        self.words, self.lines = laid_out, lines
+        self.end = (laid_out.shape[0] // self.width - TAIL_SLOTS + slots) // 2
         self.most = int(slots * self.max_load)
+        self.layouts += 1
+        self.memory.use()
+
+    def read_from(self, words: U64, lines: int) -> None:
+        """Look entries up in this array, which another table has laid out with this many lines."""
+        self.words, self.lines = words, lines
 
     def home(self, key: np.uint64) -> int:
         """Return the first slot of the home line of a key."""

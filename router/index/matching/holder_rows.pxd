@@ -10,7 +10,8 @@ cdef class HolderRows:
     cdef uint16_t[:, ::1] cells
     cdef int64_t[::1] holders
     cdef int64_t used, first_free
-    cdef readonly int64_t slots, cells_live, missed
+    cdef readonly int64_t slots, cells_live, missed, layouts
+    cdef object memory
 
     cpdef int64_t capacity(self) noexcept
     cpdef int64_t room_bytes(self, int64_t rows, int64_t slots) noexcept

@@ -7,9 +7,15 @@ Rows are part of the mirror's table, whose entries name the row of a block. Comp
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
+
+from kvrouter.router.base.common.open_addressing import ArrayMemory
+
+U64 = NDArray[np.uint64]
 
 NO_ROW = -1
 BYTES_PER_CELL = 2
+BYTES_PER_WORD = 8
 
 # A block gets a row when it has more holders than MIN_ROW_HOLDERS and than one in ROW_SHARE of all slots. Walking the
 # records of fewer holders costs about as much as fetching a row, and a row with holders in more than that share of its
@@ -24,10 +30,30 @@ ROW_SLACK = 2
 ROW_PADDING = 32
 
 
+def row_words(rows: int, slots: int) -> int:
+    """Return the 64-bit words that this many rows take."""
+    return -(-rows * (slots + ROW_PADDING) * BYTES_PER_CELL // BYTES_PER_WORD)
+
+
+def cells_in(words: U64, rows: int, slots: int) -> NDArray[np.uint16]:
+    """Return the cells of this many rows in an array of words, with the shape (rows, slots and padding)."""
+    cells: NDArray[np.uint16] = words.view(np.uint16)[: rows * (slots + ROW_PADDING)]
+    return cells.reshape(rows, slots + ROW_PADDING)
+
+
+def all_cells(words: U64, slots: int) -> NDArray[np.uint16]:
+    """Return the cells of as many rows as an array of words has room for."""
+    row_cells = slots + ROW_PADDING
+    return cells_in(words, len(words) * BYTES_PER_WORD // BYTES_PER_CELL // row_cells, slots)
+
+
 class HolderRows:
     """The rows of the blocks that many workers hold."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: ArrayMemory) -> None:
+        """Begin without rows; their cells will lie in this memory."""
+        self.memory = memory
+        self.layouts = 0
         # uint16, shape (rows, slots and padding): the place bits of each slot, zero if it does not hold the row's
         # block.
         self.cells = np.zeros((0, ROW_PADDING), np.uint16)
@@ -50,15 +76,25 @@ class HolderRows:
         """Return the memory that this many rows and slots take."""
         return rows * (slots + ROW_PADDING) * BYTES_PER_CELL
 
-    def resize(self, rows: int, slots: int) -> None:
-        """Make room for this many rows and slots, no fewer than there are."""
-        grown = np.zeros((rows, slots + ROW_PADDING), np.uint16)
-        holders = np.zeros(rows, np.int64)
+    def laid_out(self, rows: int, slots: int) -> NDArray[np.uint16]:
+        """Return all cells in a new array with this many rows and slots, no fewer than there are, for `take_cells`."""
+        grown = cells_in(self.memory.zeros(row_words(rows, slots)), rows, slots)
         if self.cells.shape[0]:
             grown[: self.cells.shape[0], : self.slots] = self.cells[:, : self.slots]
-            holders[: self.cells.shape[0]] = self.holders
-        self.cells, self.holders, self.slots = grown, holders, slots
+        return grown
+
+    def take_cells(self, laid_out: NDArray[np.uint16], slots: int) -> None:
+        """Use the cells that were laid out in an array with this many slots."""
+        holders = np.zeros(laid_out.shape[0], np.int64)
+        holders[: self.cells.shape[0]] = self.holders
+        self.cells, self.holders, self.slots = laid_out, holders, slots
         self.missed = 0
+        self.layouts += 1
+        self.memory.use()
+
+    def read_from(self, cells: NDArray[np.uint16], slots: int) -> None:
+        """Read the rows of another process's table, which have this many slots, from now on."""
+        self.cells, self.slots = cells, slots
 
     def threshold(self) -> int:
         """Return the number of holders above which a block gets a row."""

@@ -19,6 +19,7 @@ from kvrouter.router.base.common.ids import GPU, Place, WorkerKey
 from kvrouter.router.base.common.open_addressing import GROWTH, hashes_of
 from kvrouter.router.index.matching.cache_writes import CacheWrites
 from kvrouter.router.index.matching.mirror_table import BYTES_PER_LINE, BYTES_PER_RECORD, MAX_SLOTS, MirrorTable
+from kvrouter.router.index.matching.table_memory import TableMemory
 from kvrouter.router.model.kvcache.hit_tables import BANK_BITS
 
 # Entries, records and cells looked at in one turn of sweeping: about a millisecond, so that answers are not held up.
@@ -52,7 +53,7 @@ class Mirror:
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
-        self.table = MirrorTable()
+        self.table = MirrorTable(TableMemory())
         # For each slot, shared with the table: its number of records, and whether they are to be dropped.
         self._slot_records = np.zeros(FIRST_SLOTS, np.int64)
         self._dead = np.zeros(FIRST_SLOTS, np.uint8)
@@ -139,7 +140,9 @@ class Mirror:
             worker_slots.refused_blocks += len(hashes)
             raise
         slot = worker_slots.slots[index // BANK_BITS]
+        self.table.begin()
         self.table.add(slot, index % BANK_BITS, hashes)
+        self.table.end()
 
     def _index(self, worker_slots: WorkerSlots, place: Place) -> int:
         """Return the bit index of a place, which is new if the place is."""
@@ -161,7 +164,9 @@ class Mirror:
         if index is None or not len(hashes):
             return
         slot = worker_slots.slots[index // BANK_BITS]
+        self.table.begin()
         self.table.discard(slot, index % BANK_BITS, hashes)
+        self.table.end()
 
     def held(self, worker: WorkerKey, place: Place) -> NDArray[np.uint64]:
         """Return the hashes that `worker` holds at `place`, in no order.
@@ -182,7 +187,9 @@ class Mirror:
         if not len(self._dead_slots):
             return False
         start = self._sweep_at if self._sweep_at < self.table.slots.end else 0
+        self.table.begin()
         self._sweep_at = self.table.sweep(start, self._dead_slots, SWEEP_BUDGET)
+        self.table.end()
         swept = self._dead_slots[self._slot_records[self._dead_slots] == 0]
         if len(swept):
             self._dead[swept] = 0
@@ -211,7 +218,7 @@ class Mirror:
     def _share_slots(self) -> None:
         table = self.table
         table.slot_records, table.dead = self._slot_records, self._dead
-        table.rows.resize(table.rows.capacity(), self.slot_count)
+        table.resize_rows(table.rows.capacity(), self.slot_count)
 
     def _make_room(self, count: int) -> None:
         table = self.table
@@ -232,7 +239,7 @@ class Mirror:
         capacity = table.rows.capacity()
         rows = max(capacity + table.rows.missed, int(capacity * GROWTH))
         if self._bytes(table.slots.lines, table.record_capacity(), rows, self.slot_count) <= self._budget_bytes:
-            table.rows.resize(rows, self.slot_count)
+            table.resize_rows(rows, self.slot_count)
 
     def _check_budget(self, lines: int, records: int, rows: int, slots: int) -> None:
         """Raise MirrorFull if a table of this size exceeds the budget."""

@@ -3,6 +3,7 @@ cimport cython
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint64_t
 
 from kvrouter.router.base.common.open_addressing cimport OrderedSlots, spread
+from kvrouter.router.base.common.seqlock cimport Seqlock
 from kvrouter.router.index.matching.holder_rows cimport HolderRows
 
 cdef int64_t TILE_HASHES
@@ -16,14 +17,21 @@ cdef uint64_t with_link(uint64_t record, uint64_t link) noexcept nogil
 
 @cython.final
 cdef class MirrorTable:
+    cdef readonly object memory
+    cdef readonly Seqlock lock
     cdef readonly OrderedSlots slots
     cdef uint64_t[::1] records
     cdef uint64_t[::1] keys, firsts
     cdef readonly HolderRows rows
+    cdef int64_t layouts_shown
     cdef public int64_t[::1] slot_records
     cdef public uint8_t[::1] dead
     cdef uint64_t records_used, free_record
     cdef readonly int64_t entries, records_live
+
+    cpdef void begin(self) noexcept
+
+    cpdef void end(self) except *
 
     cpdef int64_t record_capacity(self) noexcept
 
@@ -76,7 +84,8 @@ cdef class MirrorTable:
 
     @cython.locals(
         words=uint64_t[::1], records=uint64_t[::1], keys=uint64_t[::1], firsts=uint64_t[::1], lines=uint64_t, h=int64_t,
-        key=uint64_t, i=uint64_t, record=uint64_t, row=int32_t, link=uint64_t, has_rows=bint,
+        key=uint64_t, i=uint64_t, record=uint64_t, row=int32_t, link=uint64_t, has_rows=bint, slot=int64_t, known=int64_t,
+        left=int64_t, most=int64_t,
     )
     cdef void gather(self, const uint64_t[::1] hashes, const int32_t[::1] row_of_slot, uint16_t[:, ::1] rows)
 

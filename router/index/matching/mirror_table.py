@@ -4,6 +4,8 @@
 An entry is 16 bytes, its key and its first record, so that a block with one holder is one memory access. A record is
 one uint64: next record (upper 32 bits), worker slot (16), place bits (16). A block that many workers hold has a row of
 `holder_rows.py` instead, because a list of a thousand records is a thousand cache misses. Compiled, see `setup.py`.
+
+Another process may read the table (`shared_table.py`): it changes only between `begin` and `end`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.router.base.common.open_addressing import LINE_WORDS, TOUCHED_LINES, OrderedSlots, spread
+from kvrouter.router.base.common.seqlock import Seqlock
 from kvrouter.router.index.matching.holder_rows import HolderRows
+from kvrouter.router.index.matching.table_memory import Header, Part, TableMemory
 
 U64 = NDArray[np.uint64]
 U16 = NDArray[np.uint16]
@@ -57,10 +61,15 @@ class MirrorTable:
     Room for entries and records must be made before blocks are added; a list that finds no row stays a list.
     """
 
-    def __init__(self) -> None:
-        self.slots = OrderedSlots(2, MIN_CAPACITY, MAX_LOAD)
-        self.records = np.zeros(MIN_CAPACITY, np.uint64)
-        self.rows = HolderRows()
+    def __init__(self, memory: TableMemory) -> None:
+        self.memory = memory
+        self.lock = Seqlock(memory.header[Header.VERSION : Header.LAYOUT])
+        self.slots = OrderedSlots(2, MIN_CAPACITY, MAX_LOAD, memory.arrays[Part.ENTRIES])
+        self.records = memory.arrays[Part.RECORDS].zeros(MIN_CAPACITY)
+        memory.arrays[Part.RECORDS].use()
+        self.rows = HolderRows(memory.arrays[Part.ROWS])
+        # The number of layouts that the header describes.
+        self.layouts_shown = 0
         # For each worker slot, its number of blocks, and whether they are to be dropped. The arrays are the mirror's,
         # which replaces them by longer ones.
         self.slot_records = np.zeros(0, np.int64)
@@ -75,19 +84,72 @@ class MirrorTable:
         # Room for `gather`: for each hash its key, and the word of its entry, 0 if there is no entry.
         self.keys = np.zeros(0, np.uint64)
         self.firsts = np.zeros(0, np.uint64)
+        self.begin()
+        self.end()
+
+    def begin(self) -> None:
+        """Begin a section of changes, which a reader sees all or not at all."""
+        self.lock.begin()
+
+    def end(self) -> None:
+        """End a section of changes."""
+        if self.slots.layouts + self.rows.layouts + self.records.shape[0] != self.layouts_shown:
+            self.show_layout()
+        self.lock.end()
+
+    def show_layout(self) -> None:
+        """Describe the arrays in the header."""
+        self.layouts_shown = self.slots.layouts + self.rows.layouts + self.records.shape[0]
+        header = self.memory.header
+        header[Header.LAYOUT] += np.uint64(1)
+        header[Header.LINES] = self.slots.lines
+        header[Header.ROW_SLOTS] = self.rows.slots
+        for part, memory in self.memory.arrays.items():
+            header[Header.HALVES + part] = memory.half
 
     def record_capacity(self) -> int:
         """Return the number of records for which there is room."""
-        return self.records.shape[0]
+        return int(self.records.shape[0])
 
     def resize(self, lines: int, records: int) -> None:
-        """Make room for this many lines of entries and this many records, no fewer than there are."""
+        """Make room for this many lines of entries and this many records, no fewer than there are.
+
+        A reader goes on with the arrays that are in use while the new ones are laid out.
+        """
         if lines != self.slots.lines:
-            self.slots.lay_out(lines)
+            words = self.slots.laid_out(lines)
+            self.begin()
+            self.slots.take(words, lines)
+            self.end()
         if records != self.records.shape[0]:
-            grown = np.empty(records, np.uint64)
+            memory = self.memory.arrays[Part.RECORDS]
+            grown = memory.zeros(records)
             grown[: self.records.shape[0]] = self.records
+            self.begin()
             self.records = grown
+            memory.use()
+            self.end()
+
+    def resize_rows(self, rows: int, slots: int) -> None:
+        """Make room for this many rows and worker slots, no fewer than there are, as `resize` does."""
+        cells = self.rows.laid_out(rows, slots)
+        self.begin()
+        self.rows.take_cells(cells, slots)
+        self.end()
+
+    def read_from(self, lines: int, words: U64, records: U64, cells: U16, slots: int) -> None:
+        """Look blocks up in these arrays of another process's table from now on.
+
+        Args:
+            lines: The number of lines that are the home of keys.
+            words: The entries.
+            records: The records.
+            cells: The rows.
+            slots: The worker slots of a row.
+        """
+        self.slots.read_from(words, lines)
+        self.records = records
+        self.rows.read_from(cells, slots)
 
     def find(self, key: np.uint64) -> int:
         """Return the word of the entry of `key`, or 0 if there is none."""
@@ -328,6 +390,10 @@ class MirrorTable:
         # These are the hottest loops of all, so they use locals.
         words, records, keys, firsts = self.slots.words, self.records, self.keys, self.firsts
         lines = self.slots.lines
+        # In a table that another process changes meanwhile, a record may have a slot that is new, and a list may seem to
+        # go on with free records.
+        known = row_of_slot.shape[0]
+        most = max(known, self.rows.slots)
         spread(hashes, keys)
         # This loop does the same as `touch`, without a call, and into the array that is written next.
         for h in range(hashes.shape[0]):
@@ -344,8 +410,11 @@ class MirrorTable:
             if record & _LOW32 == _ROW:
                 has_rows = True
                 continue
-            while record != 0:
-                row = row_of_slot[(record >> 16) & _LOW16]
+            left = most
+            while record != 0 and left > 0:
+                left -= 1
+                slot = (record >> 16) & _LOW16
+                row = row_of_slot[slot] if slot < known else -1
                 if row >= 0:
                     rows[row, h] = record & _LOW16
                 link = record >> 32
