@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -63,7 +64,7 @@ def write(file: int) -> None:
 def test_no_half_of_a_change_is_seen_and_a_dead_writer_is_noticed() -> None:
     memory = SharedMemory(BUDGET_BYTES)
     command = [sys.executable, "-W", "error", __file__, str(memory.file)]
-    environ = {**os.environ, "PYTHONPATH": os.getcwd()}
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     row_of_slot = np.arange(SLOTS, dtype=np.int32)
     with subprocess.Popen(command, env=environ, pass_fds=[memory.file], stdout=subprocess.PIPE, text=True) as writer:
         try:

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -40,11 +41,15 @@ WAIT_S = 30.0
 Content = list[list[int]]
 
 
+def nothing() -> None:
+    pass
+
+
 class WatchedArray(np.ndarray[Any, np.dtype[np.uint64]]):
     """An array whose single words are stored and loaded under the eyes of the test."""
 
-    on_store: Callable[[], None]
-    on_load: Callable[[], None]
+    on_store: Callable[[], None] = nothing
+    on_load: Callable[[], None] = nothing
 
     def __setitem__(self, key: Any, value: Any) -> None:
         type(self).on_store()
@@ -54,6 +59,14 @@ class WatchedArray(np.ndarray[Any, np.dtype[np.uint64]]):
         if not isinstance(key, slice):
             type(self).on_load()
         return super().__getitem__(key)
+
+
+class StoredArray(WatchedArray):
+    """The writer's."""
+
+
+class LoadedArray(WatchedArray):
+    """The reader's."""
 
 
 def watched(memory: SharedMemory, kind: type[WatchedArray]) -> SharedMemory:
@@ -124,6 +137,10 @@ class Filled:
         self._held = np.zeros((SLOTS, len(HASHES)), np.uint16)
         self.contents: list[Content] = [self._held.tolist()]
 
+    def change_often(self, draw: random.Random) -> None:
+        for _ in range(SECTIONS):
+            self.change(draw)
+
     def change(self, draw: random.Random) -> None:
         """Change the table in one section, after making room for it."""
         table = self.table
@@ -182,14 +199,13 @@ def interleave(seed: int) -> dict[str, int]:
     """Let a writer and a reader take turns at stores and loads; return how many looks were whole and how many were not."""
     draw = random.Random(seed)
     counts = {"whole": 0, "thrown": 0}
-    stored, loaded = type("Stored", (WatchedArray,), {}), type("Loaded", (WatchedArray,), {})
-    stored.on_store = stored.on_load = loaded.on_store = loaded.on_load = lambda: None
-    memory = watched(SharedMemory(BUDGET_BYTES), stored)
+    StoredArray.on_store = LoadedArray.on_load = nothing
+    memory = watched(SharedMemory(BUDGET_BYTES), StoredArray)
     filled = Filled(memory)
     changes = random.Random(seed + 1)
-    turns = Turns(lambda: [filled.change(changes) for _ in range(SECTIONS)] and None)
-    reader = SharedTable(watched(SharedMemory(BUDGET_BYTES, os.dup(memory.file)), loaded))
-    stored.on_store = turns.on_store
+    turns = Turns(partial(filled.change_often, changes))
+    reader = SharedTable(watched(SharedMemory(BUDGET_BYTES, os.dup(memory.file)), LoadedArray))
+    StoredArray.on_store = turns.on_store
 
     # How likely the writer goes on at a load, which differs from look to look.
     share, loads = 0.0, 0
@@ -212,7 +228,7 @@ def interleave(seed: int) -> dict[str, int]:
 
     with patch.object(OrderedSlots, "laid_out", turns.quietly(OrderedSlots.laid_out)):
         turns.start()
-        loaded.on_load = on_load
+        LoadedArray.on_load = on_load
         while not turns.has_ended:
             while reader.lock.version() & 1 and not turns.has_ended:
                 turns.let(1)
@@ -231,7 +247,7 @@ def interleave(seed: int) -> dict[str, int]:
                 assert content in possible, f"seed {seed}: a mixture of several contents"
                 counts["whole"] += 1
             turns.let(draw.choice((0, 1, 3, 30, 300)))
-    loaded.on_load = lambda: None
+    LoadedArray.on_load = nothing
     assert turns.error is None, repr(turns.error)
     assert content_of(reader) == filled.contents[-1]
     memory.close()
