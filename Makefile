@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # mypy sees a namespace package only through real files: the strict mode links each one.
 STRICT := --config-settings editable_mode=strict
 
-.PHONY: help demo test test-all test-uncompiled test-cuda test-engine fuzz sanitize chaos simulate simulate-mutants takeover soak live-proof choice-live agents-proof peer-proof hand-over-proof floods fault-walk salt-attack salt-timing lint format chart-readme http-page bench bench-peers peer-pulls docs audit lock sbom image-check release-check clean
+.PHONY: help demo test test-all test-uncompiled test-cuda test-engine fuzz sanitize chaos simulate simulate-mutants takeover soak live-proof choice-live agents-proof peer-proof hand-over-proof floods fault-walk salt-attack salt-timing lint lint-quick lint-types format chart-readme http-page bench bench-peers peer-pulls docs audit lock sbom image-check release-check clean
 
 help:
 	@echo "make demo         install into .venv, without a C compiler, and watch the router predict what four replicas reuse"
@@ -178,12 +178,16 @@ salt-timing: $(VENV)/installed
 fault-walk: $(VENV)/installed
 	$(BIN)/python -m benchmarks.fault_walk $(ARGS)
 
-lint: $(VENV)/installed
+lint: lint-quick lint-types
+
+lint-quick: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
 	$(BIN)/python .ci/prose.py
 	$(BIN)/python .ci/names.py
+
+lint-types: $(VENV)/installed
 	$(BIN)/mypy -p kvrouter.client -p kvrouter.contract -p kvrouter.events -p kvrouter.router -p kvrouter.engine_patch -p kvrouter.simulator -p kvrouter.replay -p kvrouter.shadow
 	$(BIN)/mypy tests benchmarks
 

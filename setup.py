@@ -8,6 +8,7 @@ memoryviews, are compiled once, into the module SHARED: that halves the time of 
 | variable | |
 |---|---|
 | `KVROUTER_COMPILE=0` | compiles nothing, and needs neither Cython nor a C compiler |
+| `CYTHON_CACHE_DIR` | Cython keeps the C files there, and uses those whose sources and settings are the same |
 | `KVROUTER_CHECK_BOUNDS=1` | compiles with every access checked |
 | `KVROUTER_SANITIZE=1` | compiles with the compiler's sanitizers (`tests/fuzz/sanitize.py`) |
 """
@@ -84,6 +85,7 @@ class BuildChanged(build_ext):
             build_dir=str(self.folder / "c"),
             compiler_directives=DIRECTIVES,
             shared_utility_qualified_name=SHARED,
+            cache="CYTHON_CACHE_DIR" in os.environ,
         )
         sources = {extension.name: extension.sources for extension in translated}
         for extension in self.extensions:

@@ -32,19 +32,35 @@ DEFAULT_SEED = 20261
 # when the others are done.
 LONGEST = (
     "hits",
-    "offload_engine",
     "offload_lives",
+    "offload_engine",
+    "patch_versions",
+    "newest_version",
     "tokens_engine",
-    "proxy_engine",
-    "media_engine",
+    "hand_over_engine",
     "real_engine",
+    "proxy_engine",
+    "peer_engine",
+    "patch_router",
+    "vllm_p2p_source",
+    "peer_hits",
+    "responses_vllm",
+    "media_engine",
 )
 
 _tables = pytest.StashKey[dict[str, list[tuple[str, ...]]]]()
+_ours = pytest.StashKey[dict[Path, bool]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--taken", type=Path, metavar="FOLDER", help="run the files that no other session with this folder has begun"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_tables] = {}
+    config.stash[_ours] = {}
     for ignored in (
         # torch uses a deprecated decorator when vLLM imports it.
         "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
@@ -58,6 +74,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
     items.sort(key=rank)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """Leave out a test of a file that another session has begun. The session that creates a file's mark is the first."""
+    folder = item.config.getoption("--taken")
+    if folder is None:
+        return None
+    ours = item.config.stash[_ours]
+    if item.path not in ours:
+        try:
+            (folder / item.path.name).touch(exist_ok=False)
+            ours[item.path] = True
+        except FileExistsError:
+            ours[item.path] = False
+    return None if ours[item.path] else True
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

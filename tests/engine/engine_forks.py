@@ -2,13 +2,14 @@
 """Engines forked from a process that has imported vLLM, because that import takes longer than the rest of a start.
 
 Each test process has one such process for each engine and search path (`tests/sglang/sglang_forks.py` is SGLang's). It
-ends with the test process, and so do the engines without HTTP, because their input ends.
+ends with the test process, and the kernel then ends its engines, also those that are in a session of their own.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import json
@@ -26,6 +27,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 MAX_REQUEST_BYTES = 256 * 1024
 CUDA_DEVICE = Path("/dev/nvidiactl")
+# Names the signal that a process gets when its parent ends. Source: prctl(2).
+PR_SET_PDEATHSIG = 1
 # The modules that run as the process that is forked: this one, with vLLM.
 VLLM = "tests.engine.engine_forks"
 
@@ -127,6 +130,7 @@ def serve(forker: socket.socket, run: Callable[[dict[str, Any]], None]) -> None:
             forker.send(str(pid).encode())
             continue
         forker.close()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         arguments = json.loads(request)
         for number, fd in enumerate(fds):

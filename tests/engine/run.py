@@ -15,6 +15,7 @@ import hashlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ import tomllib
 import venv
 import zipfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import IO
 
@@ -48,18 +49,19 @@ NIXL = ["nixl-cu12==1.5.1"]
 # torch is installed by itself, as `TORCH`. No text model needs the others, and they have no CPU builds.
 LEFT_OUT = re.compile(r"^(torch|torchaudio|torchvision|torchcodec)\b")
 TESTING = ["pytest>=8.3,<10", "pytest-xdist>=3.6,<4", "hypothesis>=6.100,<7", "httpx>=0.27,<1"]
-# The tests of a file share their engine, whose start takes the longest. A process of these tests takes 1 to 2 GB.
 # Tests marked as slow run only where their file is named, as by `make hand-over-proof`.
-PARALLEL = ["--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile", "--no-loadscope-reorder", "-m", "not slow"]
+EVERYDAY = ["-m", "not slow"]
+# The tests of a file share their engine, whose start takes the longest. Tests wait for engines and for each other more
+# than they compute, so there is a process more than there are cores. A process of these tests takes 1 to 2 GB.
+MAX_PROCESSES = 4
+PROCESSES = min((os.cpu_count() or 1) + 1, MAX_PROCESSES)
+PARALLEL = [f"--numprocesses={PROCESSES}", "--dist=loadfile", "--no-loadscope-reorder"]
 # The exit status of pytest after Ctrl-C.
 INTERRUPTED = 2
 # A name that no process of pytest-xdist has here: `tests/support/ports.py` gives each name its own range of ports.
 BESIDE = "gw9"
-# These files run other versions of vLLM in processes of their own. They take the place of SGLang's tests when those are
-# done, because the tests of vLLM take longer; so three processes of tests run nearly until the end.
-OTHER_VERSIONS = [
-    f"tests/engine/test_{name}.py" for name in ("patch_versions", "newest_version", "responses_vllm", "vllm_p2p_source")
-]
+# CI runs another suite beside this one, whose processes of pytest-xdist have the same names.
+FIRST_SHARE = {"KVROUTER_TEST_FIRST_SHARE": "10"}
 
 
 def cache_folder() -> Path:
@@ -164,46 +166,87 @@ def main() -> int:
     of_vllm = [argument for argument in paths if argument not in of_sglang]
     if not paths:
         of_vllm, of_sglang = ["tests/engine"], [SGLANG_TESTS]
-    vllm_command = [*options, *of_vllm] if paths else [*PARALLEL, *options, *of_vllm]
     sglang_packages = [SITE, ROOT / SGLANG_TESTS / "stubs", sglang]
+    vllm_packages = [SITE, nixl]
     if not of_sglang:
-        return started(python, [SITE, nixl], vllm_command).wait()
+        return become_pytest(python, vllm_packages, [*options, *of_vllm])
     if not of_vllm:
-        return started(python, sglang_packages, [*options, *of_sglang]).wait()
-    # Beside vLLM's tests, as both often wait.
-    sessions = [(sglang_packages, [*options, *of_sglang])]
-    if not paths:
-        vllm_command += [f"--ignore={path}" for path in OTHER_VERSIONS]
-        sessions.append(([SITE, nixl], [*options, *OTHER_VERSIONS]))
-    with tempfile.TemporaryFile() as output, ThreadPoolExecutor(1) as pool:
-        beside = pool.submit(one_after_the_other, python, sessions, output)
-        failed = started(python, [SITE, nixl], vllm_command).wait()
-        failed = beside.result() or failed
-        output.seek(0)
-        shutil.copyfileobj(output, sys.stdout.buffer)
-    return failed
+        return become_pytest(python, sglang_packages, [*options, *of_sglang])
+    sessions = Sessions(python)
+    if paths:
+        return sessions.run((vllm_packages, [*options, *of_vllm]), [(sglang_packages, [*options, *of_sglang])])
+    # When SGLang's tests are done, their process takes files of vLLM's tests that no other process has begun.
+    with tempfile.TemporaryDirectory() as taken:
+        vllm_command = [*EVERYDAY, f"--taken={taken}", *options, *of_vllm]
+        return sessions.run(
+            (vllm_packages, [*PARALLEL, *vllm_command]),
+            [(sglang_packages, [*options, *of_sglang]), (vllm_packages, vllm_command)],
+        )
 
 
-def one_after_the_other(python: Path, sessions: Sequence[tuple[list[Path], list[str]]], output: IO[bytes]) -> int:
-    """Run pytest with the packages and the arguments of each session, until all are done or a user interrupts one."""
-    failed = 0
-    for packages, arguments in sessions:
-        status = started(python, packages, arguments, output).wait()
-        failed = failed or status
-        if status == INTERRUPTED:
-            break
-    return failed
+def pytest_environment(packages: list[Path]) -> dict[str, str]:
+    return {**os.environ, **FIRST_SHARE, "PYTHONPATH": os.pathsep.join(map(str, packages))}
 
 
-def started(
-    python: Path, packages: list[Path], arguments: list[str], output: IO[bytes] | None = None
-) -> subprocess.Popen[bytes]:
-    """Start pytest with these packages on its path, beside another pytest if its output goes to `output`."""
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, packages))}
-    if output is not None:
-        environ["PYTEST_XDIST_WORKER"] = BESIDE
-    command = [str(python), "-m", "pytest", *arguments]
-    return subprocess.Popen(command, cwd=ROOT, env=environ, stdout=output, stderr=output and subprocess.STDOUT)
+def become_pytest(python: Path, packages: list[Path], arguments: list[str]) -> int:
+    """Replace this process by pytest, with these packages on its path."""
+    os.chdir(ROOT)
+    os.execve(python, [str(python), "-m", "pytest", *arguments], pytest_environment(packages))
+
+
+# The packages and the arguments of pytest.
+Session = tuple[list[Path], list[str]]
+
+
+class Sessions:
+    """Sessions of pytest that end with this process, also when a signal reaches this process alone."""
+
+    def __init__(self, python: Path) -> None:
+        self._python = python
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._interrupted = False
+
+    def run(self, shown: Session, beside: Sequence[Session]) -> int:
+        """Run a session, and beside it others one after the other, whose output comes at the end."""
+        # Where a shell started this process in the background, SIGINT is ignored, and would be in pytest.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler)
+        with tempfile.TemporaryFile() as output, ThreadPoolExecutor(2) as pool:
+            lanes = [
+                pool.submit(self._one_after_the_other, [shown]),
+                pool.submit(self._one_after_the_other, beside, output),
+            ]
+            try:
+                wait(lanes)
+            except KeyboardInterrupt:
+                self._interrupted = True
+                for process in list(self._running):
+                    # Each process of pytest-xdist takes down its engines only if the signal reaches it, too.
+                    os.killpg(process.pid, signal.SIGINT)
+                wait(lanes)
+            output.seek(0)
+            shutil.copyfileobj(output, sys.stdout.buffer)
+            return next(filter(None, (lane.result() for lane in lanes)), 0)
+
+    def _one_after_the_other(self, sessions: Sequence[Session], output: IO[bytes] | None = None) -> int:
+        """Return the exit status of the first session that fails, or 0. No session follows one that a user interrupts."""
+        failed = 0
+        for packages, arguments in sessions:
+            if self._interrupted or failed == INTERRUPTED:
+                break
+            environ = pytest_environment(packages)
+            if output is not None:
+                environ["PYTEST_XDIST_WORKER"] = BESIDE
+            command = [str(self._python), "-m", "pytest", *arguments]
+            # In a group of its own, a session gets one signal for one Ctrl-C: that of this process.
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environ, stdout=output, stderr=output and subprocess.STDOUT, process_group=0
+            )
+            self._running.add(process)
+            status = process.wait()
+            self._running.remove(process)
+            failed = failed or status
+        return failed
 
 
 if __name__ == "__main__":

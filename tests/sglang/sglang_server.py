@@ -132,7 +132,8 @@ class SglangServer:
         command += ["--max-total-tokens", str(MAX_TOTAL_TOKENS), "--max-running-requests", "8"]
         command += ["--chunked-prefill-size", "256", "--disable-overlap-schedule", "--swa-full-tokens-ratio", "1.0"]
         command += ["--host", "127.0.0.1", "--port", str(self._port), "--enable-cache-report", "--enable-metrics"]
-        command += ["--kv-events-config", json.dumps(events)]
+        # Without this flag, the idle scheduler keeps a core busy, which the other tests need.
+        command += ["--kv-events-config", json.dumps(events), "--sleep-on-idle"]
         environment = {**os.environ, "KVROUTER_PATCH": str(int(self._patched)), "KVROUTER_PATCH_HEARTBEAT_S": "0.05"}
         if self._states:
             command += ["--max-mamba-cache-size", str(STATES_KEPT)]

@@ -18,6 +18,7 @@ from kvrouter.engine_patch.sglang.tree_tap import FEATURES, TreeTap
 from tests.sglang.tree_layouts import LAYOUTS, NAMESPACED, TreeLayout
 from tests.sglang.tree_oracle import TreeOracle
 from tests.sglang.tree_predictor import TreePredictor
+from tests.support.examples import many
 
 # Questions of each layout; 700 make over 20,000 in all.
 PROBES = int(os.environ.get("KVROUTER_TEST_SGLANG_PROBES", "150"))
@@ -29,7 +30,7 @@ CORES = ("python", "rust")
 MOST_ACTIONS = 8
 LEAST_NON_ZERO = 0.3
 # Questions of each hybrid layout, and the least share of them that full attention alone gets wrong.
-ALONE_PROBES, LEAST_MISLED = 300, 0.1
+ALONE_PROBES, LEAST_MISLED = 300 if many() else 100, 0.1
 
 
 def followed(oracle: TreeOracle) -> TreePredictor:
