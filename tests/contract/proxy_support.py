@@ -115,11 +115,16 @@ class Placed:
         self.reused_tokens: int | None = None
         # The calls in order: "first token", "done".
         self.told: list[str] = []
+        # How often its record was called.
+        self.recorded = 0
         self.output_tokens: int | None = None
 
     @property
     def pull(self) -> PlannedPull | None:
         return self.choice.pull
+
+    def record(self) -> None:
+        self.recorded += 1
 
     def first_token(self) -> None:
         self.told.append("first token")

@@ -365,6 +365,14 @@ def test_the_first_token_and_the_end_of_an_answer_are_reported() -> None:
         assert [placed.told for placed in router.placer.placed] == [["first token", "done"], ["done"]]
 
 
+def test_a_placement_is_recorded_before_its_request_waits() -> None:
+    with fleet(plain(b"{}")) as (router, _):
+        for _ in range(2):
+            router.post(CHAT, BODY)
+        # The first request waits for its connection, and then for its answer; the second one for its answer alone.
+        assert [placed.recorded for placed in router.placer.placed] == [2, 1]
+
+
 @pytest.mark.parametrize("path", sorted(AUDIO))
 @pytest.mark.parametrize("name", ["m", "other name"])
 def test_a_form_passes_unchanged_but_for_a_name_of_the_routers(path: str, name: str) -> None:

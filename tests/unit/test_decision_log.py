@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import Callable
@@ -126,6 +127,19 @@ def test_the_chosen_and_the_cheapest_of_many_workers_are_kept() -> None:
     choice = result[0].decision().choice
     assert choice.compared == 200 and len(choice.hits) == KEPT_CANDIDATES and choice.hit == placement.choice.hit
     assert choice.costs[1:] == sorted(choice.costs[1:])
+    assert [candidate.hit for candidate in choice.candidates()] == choice.hits
+
+
+def test_a_prompt_that_is_placed_first_and_recorded_later_is_recorded_once() -> None:
+    kept = Kept(hit("a"))
+    placement, other = (asyncio.run(kept.placer.place(ask(request_id="req"))) for _ in range(2))
+    assert kept.log.num_kept == 0
+    for _ in range(2):
+        placement.record()
+    assert kept.log.num_kept == 1 and kept.log.find("req") == kept.log.find(placement.selection_id)
+    # Its end comes before the record if it cannot be sent.
+    other.done()
+    assert kept.log.num_kept == 2
 
 
 def test_a_request_is_found_by_its_id_with_the_attempts_before() -> None:

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decision about one request, as it is kept: small, and complete without values that may have changed since. Pure."""
+"""A decision about one request, as it is kept: small, and complete without values that may have changed since. Pure.
+
+A decision is made for every request and read for few, so nothing is sorted or worded before it is read.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import msgspec
 
 from kvrouter.router.index.matching.question import Hit
-from kvrouter.router.route.placement.choose import Choice
+from kvrouter.router.route.placement.choose import Choice, Comparison
 from kvrouter.router.route.placement.cost import Candidate, Costs, Terms
 from kvrouter.router.route.placement.placement_request import PlacementRequest
 from kvrouter.router.route.placement.planned_pull import PlannedPull
@@ -16,7 +21,7 @@ KEPT_CANDIDATES = 64
 
 
 class KeptChoice(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A choice with the compared workers that are kept: the chosen one first, then the others by their cost."""
+    """A choice with the compared workers that are kept: all, or the best, the chosen one first."""
 
     url: str | None
     reason: str
@@ -25,13 +30,14 @@ class KeptChoice(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prefill_tokens: int
     queued_tokens: int
     # One element for each kept worker.
-    hits: list[Hit]
+    hits: Sequence[Hit]
     costs: list[int]
     loads: list[int]
     terms: list[Terms]
-    # Indices of the saturated workers in the lists above.
-    saturated: list[int]
-    # Tokens of the prompt that each kept worker is computing now.
+    # Indices of the saturated workers in the lists above, and of the chosen one.
+    saturated: set[int]
+    chosen: int
+    # Tokens of the prompt that each kept worker is computing now; empty if none is.
     pending: list[int]
     # How many workers were compared.
     compared: int
@@ -42,12 +48,15 @@ class KeptChoice(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @property
     def hit(self) -> Hit:
         """The hit of the chosen worker."""
-        return self.hits[0]
+        return self.hits[self.chosen]
 
     def candidates(self) -> list[Candidate]:
-        """Return the kept workers, the chosen one first."""
-        costs = Costs(self.costs, self.loads, self.terms, set(self.saturated))
-        return [costs.candidate(i, hit, self.pending[i]) for i, hit in enumerate(self.hits)]
+        """Return the kept workers, the chosen one first, then the others by their cost."""
+        costs = Costs(self.costs, self.loads, self.terms, self.saturated)
+        pending = self.pending or [0] * len(self.hits)
+        is_sorted = self.compared > len(self.hits)
+        order = range(len(self.hits)) if is_sorted else Comparison(self.hits, costs, self.chosen, {}).best()
+        return [costs.candidate(i, self.hits[i], pending[i]) for i in order]
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -98,10 +107,14 @@ def decision_of(selection_id: str, time_s: float, request: PlacementRequest, cho
 def _kept_choice(choice: Choice) -> KeptChoice:
     comparison = choice.comparison
     assert comparison is not None
-    hits, costs, pending = comparison.hits, comparison.costs, comparison.pending
-    order = comparison.best(KEPT_CANDIDATES)
-    kept_hits = [hits[i] for i in order]
-    saturated = costs.saturated
+    hits, costs, chosen, saturated = comparison.hits, comparison.costs, comparison.chosen, comparison.costs.saturated
+    totals, loads, terms = costs.totals, costs.loads, costs.terms
+    if len(hits) > KEPT_CANDIDATES:
+        order = comparison.best(KEPT_CANDIDATES)
+        hits, terms = [hits[i] for i in order], [terms[i] for i in order]
+        totals, loads = [totals[i] for i in order], [loads[i] for i in order]
+        chosen, saturated = 0, {place for place, i in enumerate(order) if i in saturated}
+    pending = comparison.pending
     return KeptChoice(
         choice.url,
         choice.reason,
@@ -109,13 +122,14 @@ def _kept_choice(choice: Choice) -> KeptChoice:
         choice.best_hit_tokens,
         choice.prefill_tokens,
         choice.queued_tokens,
-        kept_hits,
-        [costs.totals[i] for i in order],
-        [costs.loads[i] for i in order],
-        [costs.terms[i] for i in order],
-        [place for place, i in enumerate(order) if i in saturated] if saturated else [],
-        [pending.get(hit.worker, 0) for hit in kept_hits] if pending else [0] * len(kept_hits),
-        len(hits),
+        hits,
+        totals,
+        loads,
+        terms,
+        saturated,
+        chosen,
+        [pending.get(hit.worker, 0) for hit in hits] if pending else [],
+        len(comparison.hits),
         choice.expected_tokens,
         choice.pull,
     )

@@ -150,6 +150,7 @@ class DecisionLog:
                 data = _encode(decision_of(selection_id, self._feed.now(), request, choice))
                 kept_decision = KeptDecision(data, choice.hit.worker, bool(choice.lost))
                 self._keep(selection_id, kept_decision)
+                self.name(selection_id, request.request_id)
         now = self._clock()
         full_at_s = max(now, self._full_at_s) + 1 / SHOWN_PER_S
         if full_at_s > now + SHOWN_BURST / SHOWN_PER_S:

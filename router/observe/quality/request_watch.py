@@ -246,8 +246,6 @@ class RequestWatch:
         self._pull = None
         placement.is_watched = True
         self._life = self._quality.of(placement.worker).life
-        if self._quality.decisions is not None:
-            self._quality.decisions.name(placement.selection_id, self._request_id)
         if self._trace is not None:
             self._trace.placed(placement, self._quality.clock())
 

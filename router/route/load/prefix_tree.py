@@ -7,14 +7,13 @@ its events have arrived, or else after a short time. A beginning that many diffe
 
 A prefix is named by a hash chained over pieces of PIECE_TOKENS tokens; where only block hashes are known, they serve as
 names. A node of the tree has consecutive pieces that the same prompts share, and every placed prompt ends at the end of a
-node. So a prompt that was placed keeps its last node, and needs no name to be found again.
+node. So a prompt that was placed keeps its last node, and needs no name to be found again. Compiled, see `setup.py`.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -87,8 +86,6 @@ class Tail(NamedTuple):
 class PrefixNode:
     """Consecutive pieces that the same prompts share."""
 
-    __slots__ = ("count", "end", "ends_s", "names", "parent", "tail")
-
     def __init__(self, parent: PrefixNode | None, names: list[int], end: int) -> None:
         # The node with the pieces before these.
         self.parent = parent
@@ -109,8 +106,6 @@ Path = list[tuple[int, PrefixNode]]
 
 class PromptPrefixes:
     """The prefixes of a request's prompts. The object itself identifies the request."""
-
-    __slots__ = ("nodes", "prompts", "step_tokens")
 
     def __init__(self, prompts: Sequence[list[int]], step_tokens: int = PIECE_TOKENS) -> None:
         # The names of the prefixes of each prompt; most requests have one prompt.
@@ -147,10 +142,10 @@ class PrefixTree:
         """Return the number of names in all nodes."""
         return self._size
 
-    def find(self, names: Sequence[int]) -> Path:
+    def find(self, names: list[int]) -> Path:
         """Return the path of a prompt's beginning, as far as it is known."""
         end, node = self._deepest(names)
-        path = []
+        path: Path = []
         while node is not None:
             path.append((end, node))
             if (node := node.parent) is not None:
@@ -181,10 +176,14 @@ class PrefixTree:
             prefixes: The prompt's prefixes.
             tail_of: Returns the prompt's tail behind a number of pieces, of all units or of at most some.
         """
-        path = list(_nodes_of(prefixes))
+        path = _nodes_of(prefixes)
         if not path:
             return
-        shared = next((node for node in path if node.count), None)
+        shared: PrefixNode | None = None
+        for node in path:
+            if node.count:
+                shared = node
+                break
         continues = False
         if shared is not None and shared.tail is not None:
             continues = tail_of(shared.end, shared.tail.units) == shared.tail
@@ -193,18 +192,24 @@ class PrefixTree:
         for node in path:
             if not (continues and node.count):
                 node.count += 1
-        path[0].tail = tail_of(path[0].end, None)
+        node = path[0]
+        node.tail = tail_of(node.end, None)
 
-    def _deepest(self, names: Sequence[int]) -> tuple[int, PrefixNode | None]:
+    def _deepest(self, names: list[int]) -> tuple[int, PrefixNode | None]:
         """Return how many of a prompt's names are known, and the node of the last of them."""
-        node_of = self._node_of
         # A prefix is known if a longer one is.
-        known = bisect_left(names, True, key=lambda name: name not in node_of)
-        if known:
-            node = node_of[names[known - 1]]
-            place = known - 1 - (node.end - len(node.names))
-            if 0 <= place < len(node.names) and node.names[place] == names[known - 1]:
-                return known, node
+        low, high = 0, len(names)
+        while low < high:
+            middle = (low + high) // 2
+            if names[middle] in self._node_of:
+                low = middle + 1
+            else:
+                high = middle
+        if low:
+            node = self._node_of[names[low - 1]]
+            place = low - 1 - (node.end - len(node.names))
+            if 0 <= place < len(node.names) and node.names[place] == names[low - 1]:
+                return low, node
         return 0, None
 
     def _keep(self, names: list[int]) -> PrefixNode:
@@ -284,13 +289,15 @@ def counts_of(path: Path) -> list[tuple[int, int]]:
     return counts
 
 
-def _nodes_of(prefixes: PromptPrefixes) -> Iterator[PrefixNode]:
-    """Yield the nodes of all prompts that were sent, the last one of each prompt first."""
+def _nodes_of(prefixes: PromptPrefixes) -> list[PrefixNode]:
+    """Return the nodes of all prompts that were sent, the last one of each prompt first."""
+    path: list[PrefixNode] = []
     for last in prefixes.nodes:
         node: PrefixNode | None = last
         while node is not None:
-            yield node
+            path.append(node)
             node = node.parent
+    return path
 
 
 def _forget(expiries: dict[WorkerKey, float], now: float) -> None:

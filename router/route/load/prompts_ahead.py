@@ -4,12 +4,11 @@
 For the choice, `prefix_tree.py` says in coarse steps how far a prompt's beginning is on its way to each worker.
 This module says, to the token, how much of that the chosen worker's engine will reuse. Engines schedule prompts in the
 order of arrival and look a prompt up when they schedule it, so the prompts ahead are computed by then. The result is
-only an expectation, never a hit.
+only an expectation, never a hit. Compiled, see `setup.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -57,18 +56,6 @@ NOTHING = Coming(0, 0, ())
 class PromptAhead:
     """A prompt in the form in which it is compared with others."""
 
-    __slots__ = (
-        "checkpoints",
-        "ends_s",
-        "key",
-        "new_tokens",
-        "num_tokens",
-        "prefixes",
-        "unit_tokens",
-        "units",
-        "worker",
-    )
-
     def __init__(self, question: Question, prefixes: PromptPrefixes, hash_block_size: int) -> None:
         """Prepare a prompt for comparisons.
 
@@ -78,6 +65,8 @@ class PromptAhead:
             hash_block_size: Tokens of a block.
         """
         self.prefixes = prefixes
+        self._names = prefixes.names
+        self.step_tokens = prefixes.step_tokens
         self.num_tokens = question.num_tokens
         # Tokens of the prompt that the worker that computes it neither holds nor is computing.
         self.new_tokens = question.num_tokens
@@ -95,23 +84,24 @@ class PromptAhead:
             start = int(hashes[0]) if hashes is not None and len(hashes) else None
         if question.items:
             self.units = None
+        # The same units for the comparison; the sign of a hash does not matter there.
+        self._compared = None if self.units is None else self.units.view(np.int64)
         # Prompts that can share a beginning have the same key; None if this prompt can share with no other.
         self.key = None if start is None else (question.lora_name, question.cache_salt, start)
 
     def common_tokens(self, other: PromptAhead) -> int:
         """Return how many tokens both prompts have in common from the start, as far as both are known."""
-        own, others = self.prefixes, other.prefixes
-        depth = _common_names(own.names, others.names) if own.step_tokens == others.step_tokens else 0
-        known_tokens = depth * own.step_tokens
-        if self.units is None or other.units is None or self.unit_tokens != other.unit_tokens:
+        depth = _common_names(self._names, other._names) if self.step_tokens == other.step_tokens else 0
+        known_tokens = depth * self.step_tokens
+        if self._compared is None or other._compared is None or self.unit_tokens != other.unit_tokens:
             return known_tokens
-        start = known_tokens // self.unit_tokens
+        at = known_tokens // self.unit_tokens
         # Behind the last common name, the next piece differs or is incomplete in one of the prompts.
-        stop = start + own.step_tokens // self.unit_tokens
-        stop = min(stop, len(self.units), len(other.units))
-        different = self.units[start:stop] != other.units[start:stop]
-        first = different.tobytes().find(1)
-        return (stop if first < 0 else start + first) * self.unit_tokens
+        stop = at + self.step_tokens // self.unit_tokens
+        stop = min(stop, self._compared.shape[0], other._compared.shape[0])
+        while at < stop and self._compared[at] == other._compared[at]:
+            at += 1
+        return at * self.unit_tokens
 
     def tail(self, pieces: int, units: int | None = None) -> Tail:
         """Return the units of the prompt behind its first pieces as a tail; empty if its tokens are not compared.
@@ -127,7 +117,7 @@ class PromptAhead:
         return Tail(len(rest), xxh3_64_intdigest(rest.tobytes()))
 
 
-def _common_names(names: Sequence[int], other_names: Sequence[int]) -> int:
+def _common_names(names: list[int], other_names: list[int]) -> int:
     """Return how many leading names are equal.
 
     A name covers all names before it, so a binary search finds the last equal one.
@@ -202,6 +192,7 @@ class PromptsAhead:
         if not siblings:
             return NOTHING
         resumable = computed = 0
+        align_tokens = rule.align_tokens
         max_tokens = rule.align(prompt.num_tokens - 1)
         checkpoints: set[int] = set()
         expired: list[PromptAhead] = []
@@ -211,10 +202,12 @@ class PromptsAhead:
                 expired.append(sibling)
                 continue
             common = min(prompt.common_tokens(sibling), prompt.num_tokens - 1)
-            resumable = max(resumable, rule.resumable_tokens(sibling.num_tokens, sibling.checkpoints, common))
-            computed = max(computed, rule.align(common))
+            # The rule never returns more than the common tokens.
+            if common > resumable:
+                resumable = max(resumable, rule.resumable_tokens(sibling.num_tokens, sibling.checkpoints, common))
+            computed = max(computed, common - common % align_tokens)
             if sibling.checkpoints:
-                checkpoints.update(tokens for tokens in sibling.checkpoints if tokens <= common)
+                checkpoints.update([tokens for tokens in sibling.checkpoints if tokens <= common])
             looked_at += 1
             if looked_at == LOOKED_AT or resumable == max_tokens:
                 break

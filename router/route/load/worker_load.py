@@ -59,6 +59,8 @@ class Correction(msgspec.Struct, frozen=True):
     # Estimated tokens of the foreign requests that wait, and of those that run.
     foreign_prefill_tokens: int
     foreign_decode_tokens: int
+    # Whether prompts wait while its cache is full.
+    is_full: bool = False
 
 
 class LoadModel:
@@ -109,6 +111,7 @@ class LoadModel:
             foreign,
             round(waiting * self._prefill_tokens),
             round((counted - waiting) * self._context_tokens),
+            report.waiting > 0 and report.kv_usage >= KV_USAGE_FULL,
         )
         return ended
 
@@ -156,11 +159,7 @@ class LoadModel:
             queued_tokens: Prefill tokens queued at the worker.
             correction: The engine's last report, or None if there is none.
         """
-        if (
-            correction is not None
-            and correction.engine_load.waiting
-            and correction.engine_load.kv_usage >= KV_USAGE_FULL
-        ):
+        if correction is not None and correction.is_full:
             return True
         if queued_tokens <= self.saturation_tokens:
             return False

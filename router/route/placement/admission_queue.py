@@ -29,14 +29,14 @@ class AdmissionQueue:
 
     def __init__(
         self,
-        reserve: Callable[[PlacementRequest], Placement],
+        reserve: Callable[..., Placement],
         tick: Callable[[], None],
         config: Config,
         metrics: PlacementMetrics,
         clock: Callable[[], float],
         supervisor: TaskSupervisor,
     ) -> None:
-        # Places a request, or raises Saturated.
+        # Places a request, or raises Saturated; with `records_later`, the receiver of the placement records it.
         self._reserve = reserve
         # Does periodic work; called every TICK_S.
         self._tick = tick
@@ -85,7 +85,7 @@ class AdmissionQueue:
         retry_after_s = RETRY_AFTER_S
         if not self._waiting.waits_for(model):
             try:
-                return self._placed(self._reserve(request), began_s)
+                return self._placed(self._reserve(request, records_later=True), began_s)
             except Saturated as error:
                 retry_after_s = error.retry_after_s or RETRY_AFTER_S
         future: asyncio.Future[Placement] = asyncio.get_running_loop().create_future()

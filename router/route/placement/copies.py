@@ -1,43 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens that a copy of a prompt's beginning saves later prompts with the same beginning. Pure."""
+"""The tokens that a copy of a prompt's beginning saves later prompts with the same beginning. Pure.
+
+Compiled, see `setup.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate, repeat
 
-import msgspec
 
-
-class Copies(msgspec.Struct, frozen=True, gc=False):
+class Copies:
     """The savings of a copy of the first pieces of a prompt, for later prompts with the same beginning."""
 
-    # Tokens that a copy of the first 0, 1, 2, ... pieces saves; empty if no other prompt began in this way.
-    saved_tokens: Sequence[float] = ()
-    # The length of a piece, in tokens.
-    piece_tokens: int = 1
-
-    @property
-    def depth_tokens(self) -> int:
-        """The length of the prompt's beginning that other prompts share."""
-        return max(0, len(self.saved_tokens) - 1) * self.piece_tokens
+    def __init__(self, saved_tokens: list[float] | None = None, piece_tokens: int = 1) -> None:
+        # Tokens that a copy of the first 0, 1, 2, ... pieces saves; empty if no other prompt began in this way.
+        self.saved_tokens: list[float] = [] if saved_tokens is None else saved_tokens
+        # The length of a piece, and of the prompt's beginning that other prompts share, in tokens.
+        self.piece_tokens = piece_tokens
+        self.depth_tokens = max(0, len(self.saved_tokens) - 1) * piece_tokens
 
     def of(self, hit_tokens: int) -> float:
         """Return the tokens that a copy of a beginning of this length saves.
 
         A part of a piece saves the same part of the piece's savings.
         """
-        piece, rest = divmod(hit_tokens, self.piece_tokens)
-        saved = self.saved_tokens
-        if piece >= len(saved) - 1:
-            return saved[-1]
-        return saved[piece] + (saved[piece + 1] - saved[piece]) * rest / self.piece_tokens
+        piece, rest = hit_tokens // self.piece_tokens, hit_tokens % self.piece_tokens
+        last = len(self.saved_tokens) - 1
+        if last < 0:
+            return 0.0
+        before = self.saved_tokens[min(piece, last)]
+        if piece >= last:
+            return before
+        return before + (self.saved_tokens[piece + 1] - before) * rest / self.piece_tokens
 
 
 NO_COPIES = Copies()
 
 
-def copies_of(counts: Sequence[tuple[int, int]], piece_tokens: int, workers: int) -> Copies:
+def copies_of(counts: list[tuple[int, int]], piece_tokens: int, workers: int) -> Copies:
     """Return the savings of copies of a prompt's beginnings.
 
     A piece that k different prompts began with is wanted by (k - 1) / workers other prompts at each worker. Where x

@@ -327,11 +327,12 @@ def _queues(
         if corrections and (correction := corrections.get(worker)) is not None:
             queued += correction.foreign_prefill_tokens
             decode += correction.foreign_decode_tokens
-            if weights.is_saturated(int(queued), correction):
+            # A call for each worker would take a tenth of the time of a choice.
+            if (queued > limit or correction.is_full) and weights.is_saturated(int(queued), correction):
                 saturated.add(i)
         elif queued > limit:
             saturated.add(i)
-        if load.prefill_tokens:
+        if load.prefill_tokens and weights.rates:
             queued -= weights.progress_tokens(worker, load, context.now)
         queues.append((queued, decode * DECODE_TOKEN_COST))
     return queues, saturated

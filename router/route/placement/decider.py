@@ -223,8 +223,7 @@ class Decider:
         prompt = PromptAhead(question, prefixes, self._fleet.hash_block_size(question.model))
         computing = choice if choice.prefill is None else choice.prefill
         prompt.new_tokens -= max(computing.hit.on_gpu, context.pending.get(computing.hit.worker, 0))
-        expected = self._expected(question, choice, prompt, now)
-        return msgspec.structs.replace(choice, url=self._fleet.url(choice.hit.worker), expected=expected), prompt
+        return msgspec.structs.replace(choice, url=self._fleet.url(choice.hit.worker)), prompt
 
     def takers(self, model: str) -> list[WorkerKey]:
         """Return the workers that may take a prompt of this model now.
@@ -383,6 +382,11 @@ class Decider:
             self._sessions.record_choice(session, worker, request.question.num_tokens, now)
 
     # -- expected reuse beside the hit
+
+    def with_expectation(self, question: Question, choice: Choice, prompt: PromptAhead, now: float) -> Choice:
+        """Return the choice with the reuse that is expected at its worker, before the choice is recorded."""
+        expected = self._expected(question, choice, prompt, now)
+        return choice if expected is None else msgspec.structs.replace(choice, expected=expected)
 
     def _expected(self, question: Question, choice: Choice, prompt: PromptAhead, now: float) -> ExpectedReuse | None:
         """Return the reuse expected at the chosen worker, or None if nothing is known besides its hit."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -57,6 +58,8 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     # The tokens of the conversation before this prompt, which the pinned worker holds; 0 if there are none or they are not
     # known.
     conversation_tokens: int = 0
+    # The id of the client's request, by which its decisions are found; empty if it has none.
+    request_id: str = ""
 
     @property
     def sequences(self) -> int:
@@ -146,6 +149,7 @@ class Placement:
         "prefixes",
         "queued_s",
         "selection_id",
+        "unrecorded",
         "url",
         "worker",
     )
@@ -194,6 +198,17 @@ class Placement:
         self.prefilling = True
         # When the first token came.
         self.first_token_s: float | None = None
+        # Records the placement for later choices, and in the log of decisions; None once it is done.
+        self.unrecorded: Callable[[], None] | None = None
+
+    def record(self) -> None:
+        """Record the placement, for which its request need not wait; repeating it changes nothing.
+
+        Call it before anything else of the loop runs: later choices must know of this one.
+        """
+        record, self.unrecorded = self.unrecorded, None
+        if record is not None:
+            record()
 
     def handed_over(self) -> None:
         """End the load at the prefill worker, which has computed the prompt; the decode worker is next."""
@@ -247,4 +262,5 @@ class Placement:
 
     def done(self, output_tokens: int | None = None) -> None:
         """End the request, successful or not; repeating it changes nothing."""
+        self.record()
         self._ends.done(self, output_tokens)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import msgspec
 
@@ -190,6 +191,7 @@ class Placer:
         """
         now = self._clock()
         choice, prompt = self._decide(request, now)
+        choice = self._decider.with_expectation(request.question, choice, prompt, now)
         if request.dry_run:
             return choice
         if selection_id is not None:
@@ -212,7 +214,12 @@ class Placer:
         return choice
 
     def reserve(
-        self, request: PlacementRequest, *, anyway: bool = False, prefill_tokens: int | None = None
+        self,
+        request: PlacementRequest,
+        *,
+        anyway: bool = False,
+        prefill_tokens: int | None = None,
+        records_later: bool = False,
     ) -> Placement:
         """Choose a worker for a prompt, and count the load there from now on.
 
@@ -221,6 +228,7 @@ class Placer:
             anyway: Whether to ignore saturation and roles, because the client has already decided. They are ignored as well
                 if only one worker can answer.
             prefill_tokens: The tokens to compute according to the client, or None.
+            records_later: Whether the caller calls the placement's `record`, before anything else of this loop runs.
 
         Raises:
             UnknownModel: No worker serves the model.
@@ -244,11 +252,10 @@ class Placer:
         if prefill_tokens is not None:
             choice = msgspec.structs.replace(choice, prefill_tokens=prefill_tokens)
         selection_id = request.selection_id or self.new_id()
-        kept_choice = choice if request.question.explain or request.keeps_comparison else choice.alone()
         question = request.question
         placement = self._reservations.book(
             selection_id,
-            kept_choice,
+            choice,
             prompt.prefixes,
             request.conversation_tokens + question.num_tokens,
             request.max_tokens,
@@ -256,9 +263,19 @@ class Placer:
             question.num_prompts,
             request.answers,
         )
-        self._record(selection_id, request, choice)
-        self._decider.record_choice(request, choice, prompt, now, reserved=True)
+        placement.unrecorded = partial(self._record_placement, placement, request, prompt, now)
+        if not records_later:
+            placement.record()
         return placement
+
+    def _record_placement(
+        self, placement: Placement, request: PlacementRequest, prompt: PromptAhead, now: float
+    ) -> None:
+        """Record a placement for later choices and in the log of decisions, with the reuse that is expected."""
+        choice = self._decider.with_expectation(request.question, placement.choice, prompt, now)
+        placement.choice = choice if request.question.explain or request.keeps_comparison else choice.alone()
+        self._record(placement.selection_id, request, choice)
+        self._decider.record_choice(request, choice, prompt, now, reserved=True)
 
     def claim(self, selection_id: str, model: str | None) -> Placement:
         """Reserve the worker that `choose` chose under this id; this works once.
@@ -296,7 +313,8 @@ class Placer:
     async def place(self, request: PlacementRequest) -> Placement:
         """Choose and reserve as `reserve` does, but wait in line while all workers are saturated.
 
-        All errors of `reserve` but Saturated are raised as soon as they occur.
+        The caller calls the placement's `record` before anything else of this loop runs. All errors of `reserve` but
+        Saturated are raised as soon as they occur.
 
         Raises:
             QueueFull: Too many prompts wait already.
@@ -306,7 +324,7 @@ class Placer:
             await self._fleet.hash_ahead(request.question)
         if request.is_owned:
             # Waiting here would not help: the engine alone decides when it computes the prompt.
-            return self.reserve(request)
+            return self.reserve(request, records_later=True)
         return await self._line.place(request)
 
     def _decide(self, request: PlacementRequest, now: float, *, anyway: bool = False) -> tuple[Choice, PromptAhead]:

@@ -117,7 +117,7 @@ class Reservations:
 
     def _begin_prefill(self, placement: Placement, prefill: Choice, now: float) -> None:
         """Count the prompt's load at the prefill worker."""
-        part = placement.prefill = PrefillPart(placement.selection_id + PREFILL_PART, prefill, now)
+        part = placement.prefill = PrefillPart(placement.selection_id + PREFILL_PART, prefill.alone(), now)
         placement.predicted_tokens = prefill.hit.tokens
         # The prefill worker holds the prompt until it is fetched, and decodes nothing.
         self._count(part.reservation_id, prefill, 0, now)

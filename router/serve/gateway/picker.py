@@ -271,6 +271,7 @@ class Picker:
             outside = self._endpoints().outside(subset)
             try:
                 placement = await self._placer.place(excluding(request, outside) if outside else request)
+                placement.record()
             except NoWorker:
                 model, usable = request.question.model, self._endpoints().of.keys()
                 if outside and not any(worker.model == model for worker in usable - outside):

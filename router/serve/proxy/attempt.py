@@ -140,20 +140,26 @@ class Attempt:
         connection = self._pool.idle(target) if request.attempts.reuses_connections else None
         if connection is not None:
             try:
-                return connection, await self._ask(connection, worker, head, body)
+                return connection, await self._ask(connection, request, worker, head, body)
             except Failure as failure:
                 if failure.kind is not Kind.STALE:
                     raise
                 self.count(worker, failure)
                 request.attempts.stale(named(worker))
+        request.record()
         connection = await self._pool.connect(target)
-        return connection, await self._ask(connection, worker, head, body)
+        return connection, await self._ask(connection, request, worker, head, body)
 
-    async def _ask(self, connection: Connection, worker: WorkerKey, head: bytes, body: bytes) -> AnswerHead:
+    async def _ask(
+        self, connection: Connection, request: Request, worker: WorkerKey, head: bytes, body: bytes
+    ) -> AnswerHead:
         """Send the request over this connection and return the head of the answer. Raises Failure."""
         self._admission.waits(worker, connection)
         try:
-            return await connection.ask(head, body, self.silence_s)
+            answered = connection.ask(head, body, self.silence_s)
+            # The engine computes meanwhile.
+            request.record()
+            return await answered
         except BaseException:
             connection.close()
             raise

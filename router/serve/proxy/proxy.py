@@ -260,6 +260,7 @@ class Proxy:
                         # The error of the last engine says more than the absence of another worker.
                         raise error from None
                     raise
+                request.placement = placement
                 request.watch.placed(placement)
                 if spare is not None:
                     spare.connection.close()
@@ -341,6 +342,7 @@ class Proxy:
         body, added = request.body, h.NOTHING
         try:
             if placement.prefill is not None:
+                placement.record()
                 given = await self.prefill_leg.hand_over(
                     request, placement_request, placement, self.addresses(), failed
                 )

@@ -24,7 +24,7 @@ from kvrouter.router.observe.quality.request_watch import RequestWatch
 from kvrouter.router.route.owners.response_owner import ResponseOwner
 from kvrouter.router.route.owners.response_owners import ResponseOwners
 from kvrouter.router.route.placement.candidates import Pin
-from kvrouter.router.route.placement.placement_request import PlacementRequest
+from kvrouter.router.route.placement.placement_request import Placement, PlacementRequest
 from kvrouter.router.route.tokens.client_body import (
     RESPONSES_PATH,
     ClientBody,
@@ -104,6 +104,13 @@ class Request:
         self.may_be_stored = False
         # The response that the body continues and whose owner is known, or None.
         self.former_id: str | None = None
+        # The place that the request has now, or None.
+        self.placement: Placement | None = None
+
+    def record(self) -> None:
+        """Record the placement: once the request is written to its worker, or before something else may run."""
+        if self.placement is not None:
+            self.placement.record()
 
     def caller(self) -> int:
         """Return a number for the API key and the session of the request, 0 without both."""
@@ -395,4 +402,5 @@ def _placement_request(
         is_owned=owner is not None,
         conversation_tokens=0 if owner is None else owner.conversation_tokens,
         key_name=caller_of(request.client),
+        request_id=request.request_id.decode("latin-1"),
     )
