@@ -173,6 +173,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "            await self._on(Event.HOLD_ENDED)\n            await self.lease.release()",
         "            await self._on(Event.HOLD_ENDED)",
         "A router that stops following a worker keeps its lease.",
+        # This edit alone delays the next follower by two heartbeats, which show that the lease was given up.
+        Edit(
+            f"{_STREAMS}/lease.py",
+            'return self._services.disowns(LeaseValue.token_of(value) or "", self._worker, self._other[1])',
+            "return False",
+        ),
     ),
     Mutation(
         "prepared_for_ever",
