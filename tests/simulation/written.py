@@ -74,7 +74,7 @@ class Written:
         # The workers whose engines send nothing for a while.
         self.silent: set[WorkerKey] = set()
         # How many writes there were, and for each moment, when it was and how many there were before it.
-        self._writes = 0
+        self.writes = 0
         self._moments: dict[str, tuple[float, int]] = {}
         self._store.observe(self._take)
 
@@ -90,7 +90,7 @@ class Written:
             self._node = self._store.node
         for words in effects:
             self._take_one(client, words[0].upper(), words)
-        self._writes += 1
+        self.writes += 1
 
     def _forget(self) -> None:
         for table in (
@@ -173,7 +173,7 @@ class Written:
         return now_s - last_s <= HEARD_EVERY_S and since_s <= now_s - for_s
 
     def _note(self, moment: str) -> None:
-        self._moments[moment] = self._now_s(), self._writes
+        self._moments[moment] = self._now_s(), self.writes
 
     def met(self) -> set[str]:
         """Return the moments of just now."""
@@ -181,7 +181,7 @@ class Written:
 
     def since(self, moments: Collection[str]) -> int:
         """Return how many writes there were from the earliest of these moments on, if they were just now."""
-        return max((self._writes - self._moments[moment][1] for moment in moments if moment in self.met()), default=0)
+        return max((self.writes - self._moments[moment][1] for moment in moments if moment in self.met()), default=0)
 
     def judge_memory(self, router: str, worker: WorkerKey) -> None:
         """Judge that a router goes on from its memory of a worker."""
