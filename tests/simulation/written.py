@@ -33,6 +33,8 @@ JUST_S = 0.4
 # Writes that may have come just now: a router that goes on gave a lease back, a state was noted without a batch, or an
 # engine that fell silent was written for the last time.
 RETURNED, NOTED, FELL_SILENT = MOMENTS = ("lease returned", "state noted", "engine fell silent")
+# A worker was unregistered, which other routers learn in a quarter of a second.
+UNREGISTERED = "worker unregistered"
 
 
 class Written:
@@ -59,6 +61,7 @@ class Written:
         self._by_log = {keys.log(worker).encode(): worker for worker in workers}
         self._by_meta = {keys.meta(worker).encode(): worker for worker in workers}
         self._by_lease = {keys.lease(worker).encode(): worker for worker in workers}
+        self._registries = {keys.registry(worker.model).encode() for worker in workers}
         # How many writes to workers' logs the store executed, by the name of the router.
         self.logs: Counter[str] = Counter()
         # The workers' leases in the present server, and since when the routers' leases have been there.
@@ -115,6 +118,8 @@ class Written:
             self._leases[words[1]] = words[2]
         elif name == b"SET":
             self._lives_since_s.setdefault(words[1], self._now_s())
+        elif name == b"HDEL" and words[1] in self._registries:
+            self._note(UNREGISTERED)
         elif name in (b"DEL", b"UNLINK"):
             for key in words[1:]:
                 if self._leases.pop(key, None) is not None and self._goes_on(client):
