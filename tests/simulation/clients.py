@@ -42,7 +42,7 @@ ENDINGS = {"release": ("DELETE", ""), "prefill_complete": ("POST", "/prefill_com
 # A reservation may be denied for so long after a fault of the store or of the network, and if its router did not publish
 # its load for so long.
 CALM_S = 5.0
-# How many requests wait at a router that stands still, besides those that come by chance.
+# How many requests wait at a router that stands still, besides those that come at random.
 MOST_WAITING = 4
 # The share of requests that take long, and how long those take.
 LONG_SHARE = 0.15
