@@ -112,7 +112,7 @@ def test_more_fleets_keep_the_laws() -> None:
         ("removals_unread", {"credit"}),
         ("endings_denied", {"reservations"}),
         ("arrivals_unread", {"agreement", "full credit"}),
-        ("old_word_counts", {"staleness"}),
+        ("lease_of_the_living", {"lease"}),
         ("loss_counted_twice", {"counters"}),
         ("ended_requests_kept", {"bounds"}),
         # CI tries every second one: each searches worlds of its own.
