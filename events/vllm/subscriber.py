@@ -164,10 +164,12 @@ class Subscriber(Subscription[StreamItem]):
             self._open_live()
             self._reopen_due_s = now_s + settings.reopen_s
         if now_s >= self._check_due_s:
+            checked_s = self._heard_s
             if self._cursor.degraded or now_s - self._heard_s >= self._quiet_s:
                 self._cursor.check()
+                checked_s = now_s
             self._quiet_s = settings.idle_check_s
-            self._check_due_s = now_s + settings.idle_check_s if settings.idle_check_s > 0 else math.inf
+            self._check_due_s = checked_s + settings.idle_check_s if settings.idle_check_s > 0 else math.inf
         return min(self._replay.request(now_s), self._check_due_s, self._reopen_due_s)
 
 

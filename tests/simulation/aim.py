@@ -15,7 +15,7 @@ from kvrouter.router.model.workers.stream_state import StreamState
 from tests.simulation.coverage import NO_PROCESS, STARTING, UNKNOWN_WORKER, Observer
 from tests.simulation.faults import Fault
 from tests.simulation.virtual_loop import VirtualLoop
-from tests.simulation.written import MOMENTS, Written
+from tests.simulation.written import MOMENTS, UNREGISTERED, Written
 
 AIMED_SHARE = 0.6
 # How long a fault waits for its state. Then it begins nevertheless.
@@ -41,6 +41,8 @@ RARE_STATES = {
 # The faults after which the store lacks what was written last. Half of those that wait begin when something is written
 # that is rarely lost.
 LOSING = ("store_crash", "store_failover", "power")
+# Half of those that wait begin when a worker was unregistered, as other routers still have to write then.
+REFUSING = ("store_full", "store_stopped")
 
 
 class Aim:
@@ -109,4 +111,6 @@ def _state_for(fault: Fault, rng: random.Random) -> str:
     """Return a state for which a fault waits."""
     if fault.kind in LOSING and rng.random() < 0.5:
         return rng.choice(MOMENTS)
+    if fault.kind in REFUSING and rng.random() < 0.5:
+        return UNREGISTERED
     return rng.choices(list(RARE_STATES), list(RARE_STATES.values()))[0]

@@ -42,6 +42,8 @@ ENDINGS = {"release": ("DELETE", ""), "prefill_complete": ("POST", "/prefill_com
 # A reservation may be denied for so long after a fault of the store or of the network, and if its router did not publish
 # its load for so long.
 CALM_S = 5.0
+# How many requests wait at a router that stands still, besides those that come at random.
+MOST_WAITING = 4
 # The share of requests that take long, and how long those take.
 LONG_SHARE = 0.15
 LONG_S = (3.0, 12.0)
@@ -196,6 +198,16 @@ class Clients:
                 self._loop.after(END_AGAIN_S, end)
 
         self._loop.after(after_s, end)
+
+    def end_at(self, router: Router) -> None:
+        """Release reservations of other routers through a router that stands still, as a proxy does that has not noticed."""
+        open_bookings = [
+            booking
+            for booking in self._bookings.values()
+            if booking.router is not router and not (booking.releases or booking.pending or booking.is_uncertain)
+        ]
+        for booking in self._rng.sample(open_bookings, min(MOST_WAITING, len(open_bookings))):
+            self._end(booking, "release", router)
 
     def _end(self, booking: Booking, how: str, router: Router) -> bool:
         """Send a request that ends a reservation; return False if the router takes none."""

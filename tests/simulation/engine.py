@@ -121,6 +121,8 @@ class Engine:
         # Whether the replay endpoint or snapshots are not served, and how long each answer takes.
         self.is_mute = False
         self.slow_s = 0.0
+        # When it last did not answer replays at once.
+        self.unanswered_s = 0.0
         self.is_quiet = False
         # The seq at which all routers showed the worker live in the quiet end, from which a plain engine's blocks must be
         # credited, and the epochs that those showed it in which it was live, at the last look.
@@ -195,6 +197,8 @@ class Engine:
 
         def tick() -> None:
             if self._generation == generation:
+                if self.is_stopped or self.is_mute or self.slow_s:
+                    self.unanswered_s = self._loop.time()
                 if self.is_stopped or self.is_idle:
                     self.spans[-1].idle_s = self._loop.time()
                 else:
@@ -258,6 +262,7 @@ class Engine:
 
     def _replay(self, request: Frames) -> list[Frames]:
         if self.life is None or self.is_stopped or self.is_mute:
+            self.unanswered_s = self._loop.time()
             return []
         start = int.from_bytes(request[-1], "big")
         batches = [(seq, payload) for seq, payload in self.life.ring if seq >= start]

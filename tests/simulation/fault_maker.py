@@ -36,6 +36,10 @@ SURGE_AFTER_S = 2.0
 SILENT_DEATHS = 0.4
 # How much longer engines are idle than other faults last.
 IDLE_TIMES = 3
+# The share of routers that follow a new primary although the former one still serves.
+FOLLOWING_SHARE = 0.4
+# How far behind a replica is that lacks an engine's last step.
+MOST_LAG_S = 4.0
 # From this draw on, a crash loses what was written just now, however few writes it was to lose.
 CERTAIN_LOSS = 0.3
 
@@ -122,6 +126,19 @@ class FaultMaker:
         self._set(fault, "is_idle", True, False)
         self._loop.after(fault.seconds, lambda: silent.difference_update(engine.worker for engine in engines))
 
+    def _engine_last_lost(self, fault: Fault) -> None:
+        """Let an engine compute nothing after one more step, and put a replica in the store's place that lacks that step."""
+        before = self._laws.written.writes
+        self._engine_idle(fault)
+
+        def lose() -> None:
+            if not self._is_quiet:
+                self._laws.store_loses(fault.seconds)
+                self._disturb(fault.seconds)
+                self._fail_over(fault, self._laws.written.writes - before)
+
+        self._loop.after(self._rng.uniform(0.0, MOST_LAG_S), lose)
+
     def _engine_unreported(self, fault: Fault) -> None:
         """Let the patch miss the next step that changes something."""
         for engine in self._server(fault.first).engines:
@@ -150,7 +167,12 @@ class FaultMaker:
     def _router_pause(self, fault: Fault) -> None:
         router = self._router(fault.first)
         router.pause()
-        self._later(fault, "goes on", router.resume)
+
+        def go_on() -> None:
+            self._clients.end_at(router)
+            router.resume()
+
+        self._later(fault, "goes on", go_on)
 
     def _router_relay(self, fault: Fault) -> None:
         """Let a router stand still until others have its workers, and go on as these stop."""
@@ -202,9 +224,16 @@ class FaultMaker:
             self._later(fault, "the store is back", lambda: self._restore(fault))
 
     def _store_failover(self, fault: Fault) -> None:
+        self._fail_over(fault, self._lost_writes(fault))
+
+    def _fail_over(self, fault: Fault, lost_writes: int) -> None:
         former = list(Former)[int(fault.draw * len(Former))]
         self._note("store", f"the former primary is {former.value}")
-        self._store.failover(self._lost_writes(fault), former)
+        self._store.failover(lost_writes, former)
+        for router in self._routers if former is Former.SERVING else ():
+            # Some of the clients follow the new primary at once.
+            if self._rng.random() < FOLLOWING_SHARE:
+                self._network.drop_connections(router.host, self._store.host)
         self._later(fault, "the former primary ends", lambda: self._store.run(self._store.store.end_former))
 
     def _store_flush(self, fault: Fault) -> None:
@@ -332,8 +361,8 @@ class FaultMaker:
             for second in network.hosts.values():
                 network.heal(first, second)
         store = self._store.store
-        if store.has_former:
-            self._laws.store_loses(0.0)
+        # The former primary ends, and a registration that faults undid is made again, which deletes what was written.
+        self._laws.store_loses(0.0)
         for end in (store.drain, store.free_disk, store.resume, store.end_former):
             self._store.run(end)
         self._store.restart(with_data=True)

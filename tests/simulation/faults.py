@@ -29,6 +29,7 @@ FAULTS = {
     "engine_flood": 2,
     "engine_idle": 3,
     "engine_unreported": 2,
+    "engine_last_lost": 2,
     "router_kill": 4,
     "router_stop": 2,
     "router_pause": 3,
@@ -79,12 +80,14 @@ class Fault:
     @property
     def loses_data(self) -> bool:
         """Whether the store loses something that was written."""
-        return self.kind in ("power", "store_crash", "store_failover", "store_flush", "store_evicts")
+        return self.kind in (
+            "power", "store_crash", "store_failover", "store_flush", "store_evicts", "engine_last_lost"
+        )  # fmt: skip
 
     @property
     def disturbs_all(self) -> bool:
         """Whether the store, or the whole network, is disturbed."""
-        return self.kind.startswith("store") or self.kind in ("power", "network_slow")
+        return self.kind.startswith("store") or self.kind in ("power", "network_slow", "engine_last_lost")
 
 
 def plan(

@@ -60,6 +60,9 @@ NEWS_S = 2.5
 LOSS_S = 1.25
 # How old a live answer may be: what the routers take, after the follower can know.
 AGE_S = LAG_S + LOSS_S
+# How long after the last batch, or the end of what kept it from an answer, a silent stream has been checked: 10 s
+# (`idle_check_s`), and the longest pause of an answer.
+CHECKED_S = 15.0
 # ZMQ closes a connection on which nothing arrives after this time (`LinkSettings`: ping_s, ping_answer_s, and a pause).
 DEAF_S = 27.0
 # A process that stood still may answer once before it looks at its clock.
@@ -176,6 +179,9 @@ class Laws:
                 f"credit: {router.name} shows {engine.name} {view.state.value} at seq {seq} with {_count(shown)} blocks, "
                 f"{self._ghosts(router, engine, seq, shown)} of which no life held then ({view.reason or 'no reason'})"
             )
+        # While a step is unknown that the patch missed, what is shown may be what an earlier life held at this seq.
+        is_known = self._loop.time() >= engine.proven_s + NEWS_S
+        fits = [span for span in fits if is_known or span is engine.spans[-1]]
         # A plain engine's reader learns of a lost batch only from the next one, and of none before its first.
         if view.state is StreamState.LIVE and fits and engine.kind is not Kind.PLAIN and seq is not None:
             self._judge_age(router, engine, min(self._age_s(router, engine, span, seq) for span in fits), follower)
@@ -236,7 +242,8 @@ class Laws:
         """Return how long ago the batch after `seq` was sent.
 
         If it was dropped on its way, only the next batch shows that, or a check after 10 s without one: the engine's own topic
-        has no heartbeats. So a silence does not count, and nothing shows it if the life ends before the next batch. The
+        has no heartbeats. So a silence does not count until such a check, and nothing shows it if the life ends before the
+        next batch. The
         topic of a patched engine is read where the patch did not answer, and a silence counts once its reports are read.
         """
         following = 0 if seq is None else seq + 1
@@ -246,7 +253,8 @@ class Laws:
         if span.life.patched:
             sent_s = max(sent_s, min(span.idle_s, self._topic_read_s.get(engine.worker, 0.0)))
         else:
-            sent_s = max(sent_s, span.idle_s)
+            checked_s = max(sent_s, engine.unanswered_s, self._excuse_s(router, engine)) + CHECKED_S
+            sent_s = max(sent_s, min(span.idle_s, checked_s if engine.kind is Kind.STOCK else span.idle_s))
             if span.ended_s is not None and span.ended_s - sent_s < LOSS_S:
                 return 0.0
         return self._loop.time() - max(sent_s, self._excuse_s(router, engine))

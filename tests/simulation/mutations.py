@@ -173,6 +173,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "            await self._on(Event.HOLD_ENDED)\n            await self.lease.release()",
         "            await self._on(Event.HOLD_ENDED)",
         "A router that stops following a worker keeps its lease.",
+        # This edit alone delays the next follower by two heartbeats, which show that the lease was given up.
+        Edit(
+            f"{_STREAMS}/lease.py",
+            'return self._services.disowns(LeaseValue.token_of(value) or "", self._worker, self._other[1])',
+            "return False",
+        ),
     ),
     Mutation(
         "prepared_for_ever",
@@ -379,6 +385,41 @@ MUTATIONS: tuple[Mutation, ...] = (
         'f"{lost} ({item.reason}); residency before seq {item.next_seq} was dropped and is learned again"\n            )',
         "lost\n            ) if False else None",
         "A gap that cannot be closed voids nothing.",
+    ),
+    Mutation(
+        "gap_passed_over",
+        "events/vllm/batch_cursor.py",
+        "        if expected is None or seq == expected:\n            if self._to_prove",
+        "        if expected is None or seq >= expected:\n            if self._to_prove",
+        "A batch after a gap is handed out as the next one.",
+    ),
+    Mutation(
+        "batches_handed_twice",
+        "events/vllm/batch_cursor.py",
+        "        if self._seen.has(batch):\n            return True\n        self._restart",
+        "        if self._seen.has(batch):\n            self.items.append(batch)\n            return True\n        self._restart",
+        "A batch that a replay brought is handed out again when the live socket brings it.",
+    ),
+    Mutation(
+        "batch_overtakes_replay",
+        "events/vllm/batch_cursor.py",
+        "        if self._holding():\n",
+        "        if False:\n",
+        "Live batches do not wait for the end of a replay.",
+    ),
+    Mutation(
+        "short_ring_ignored",
+        "events/vllm/batch_cursor.py",
+        'self._lose(expected, seq, "the publisher no longer has these batches")',
+        "pass",
+        "A replay that begins after the gap closes it.",
+    ),
+    Mutation(
+        "any_replay_proves",
+        "events/vllm/batch_cursor.py",
+        "            if not self._seen.has(batch):\n                self._succeed",
+        "            if False:\n                self._succeed",
+        "A replay with another batch at the known seq proves the known life.",
     ),
     Mutation(
         "next_seq_proves",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A simulated router process: the real core and placement on the virtual loop, wired as `assembly.py` wires them.
 
-A router may be of an older version, whose heartbeats lack the fields that were added since, and may have a list of workers
-in place of the file of the setting `workers_file`.
+A router may be of an older version (`old_router.py`), and may have a list of workers in place of the file of the setting
+`workers_file`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from kvrouter.events.transport.flood_watch import FloodWatch
 from kvrouter.router.app.core.router_core import Core
@@ -25,7 +23,6 @@ from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.follow.discovery.candidate import Candidate
 from kvrouter.router.follow.discovery.discovery import Discovery
 from kvrouter.router.follow.feed.event_feed import EventFeed
-from kvrouter.router.index.store.peers import Peers
 from kvrouter.router.index.store.store import IndexStore
 from kvrouter.router.model.config.live_settings import LiveSettings
 from kvrouter.router.model.config.settings import Config
@@ -41,6 +38,7 @@ from kvrouter.router.serve.api.http.http_api import HttpApi
 from kvrouter.router.serve.proxy.admission import Admission
 from tests.simulation.http import serve_http
 from tests.simulation.network import Host
+from tests.simulation.old_router import OldStore
 from tests.simulation.router_settings import FleetSettings
 from tests.simulation.store.store import PORT
 from tests.simulation.virtual_loop import Process, Standing
@@ -49,8 +47,6 @@ from tests.simulation.zmq_network import SimulatedContext
 if TYPE_CHECKING:
     from tests.simulation.virtual_loop import VirtualLoop
 
-# The fields of heartbeats that routers of an older version do not write.
-NEWER_FIELDS = ("software", "settings", "confirmed")
 # How soon a process that could not start is started again.
 RESTART_S = 1.0
 
@@ -69,17 +65,6 @@ class ListSource:
         """Wait until cancelled; `notify` calls `changed`."""
         self.notify = changed
         await asyncio.get_running_loop().create_future()
-
-
-class OldPeers(Peers):
-    """The reports of a router of an older version."""
-
-    async def beat(self, token: str, heartbeat: bytes) -> dict[bytes, bytes]:
-        """Write a heartbeat without the newer fields."""
-        fields = msgspec.msgpack.decode(heartbeat)
-        return await super().beat(
-            token, msgspec.msgpack.encode({name: fields[name] for name in fields if name not in NEWER_FIELDS})
-        )
 
 
 class Router:
@@ -172,9 +157,8 @@ class Router:
         decisions = DecisionLog(config.decisions_kept, feed, clock, metrics.core.watch)
         self.context = SimulatedContext(self._loop, self.host, self._new_rng())
         try:
-            store = await IndexStore.open(self._url, log_entries=self.settings.log_entries, wall_clock=self._loop.time)
-            if self.is_old:
-                store.peers = OldPeers(store._transactions)
+            kind = OldStore if self.is_old else IndexStore
+            store = await kind.open(self._url, log_entries=self.settings.log_entries, wall_clock=self._loop.time)
             core = Core(
                 store=store,
                 config=config,
@@ -188,6 +172,9 @@ class Router:
                 feed=feed,
                 watch=FloodWatch(lambda: 0),
             )
+            if self.is_old:
+                # The entry of a writer that is not named is no news.
+                core.peers._membership._is_news = lambda *_: False  # type: ignore[method-assign]
             admission = Admission(core.registry.drains, clock, metrics.proxy)
             placer = Placer(
                 core.finder,

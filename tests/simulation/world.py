@@ -50,7 +50,7 @@ ROUTERS = (2, 2, 2, 3, 3, 4, 5)
 SERVERS = (1, 2, 3)
 KINDS = (Kind.STOCK, Kind.STOCK, Kind.PATCHED, Kind.PATCHED, Kind.PLAIN)
 # The shares of worlds whose processes run their ready callbacks in any order, of worlds whose routers have lists of
-# workers, and of worlds in which one router is of an older version.
+# workers, and of worlds in which some routers are of an older version.
 SHUFFLED_SHARE = 0.5
 LISTED_SHARE = 0.2
 OLD_SHARE = 0.2
@@ -122,7 +122,8 @@ class World:
             for router in rng.sample(self.routers, rng.randint(1, len(self.routers))):
                 router.listed = ()
         if rng.random() < OLD_SHARE:
-            rng.choice(self.routers).is_old = True
+            for router in rng.sample(self.routers, rng.randint(1, len(self.routers))):
+                router.is_old = True
         hosts, names = [server.name for server in self.servers], [engine.name for engine in self.engines]
         self.faults = plan(
             self._new_rng(),

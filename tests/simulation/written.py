@@ -33,6 +33,8 @@ JUST_S = 0.4
 # Writes that may have come just now: a router that goes on gave a lease back, a state was noted without a batch, or an
 # engine that fell silent was written for the last time.
 RETURNED, NOTED, FELL_SILENT = MOMENTS = ("lease returned", "state noted", "engine fell silent")
+# A worker was unregistered, which other routers learn in a quarter of a second.
+UNREGISTERED = "worker unregistered"
 
 
 class Written:
@@ -59,6 +61,7 @@ class Written:
         self._by_log = {keys.log(worker).encode(): worker for worker in workers}
         self._by_meta = {keys.meta(worker).encode(): worker for worker in workers}
         self._by_lease = {keys.lease(worker).encode(): worker for worker in workers}
+        self._registries = {keys.registry(worker.model).encode() for worker in workers}
         # How many writes to workers' logs the store executed, by the name of the router.
         self.logs: Counter[str] = Counter()
         # The workers' leases in the present server, and since when the routers' leases have been there.
@@ -74,7 +77,7 @@ class Written:
         # The workers whose engines send nothing for a while.
         self.silent: set[WorkerKey] = set()
         # How many writes there were, and for each moment, when it was and how many there were before it.
-        self._writes = 0
+        self.writes = 0
         self._moments: dict[str, tuple[float, int]] = {}
         self._store.observe(self._take)
 
@@ -90,7 +93,7 @@ class Written:
             self._node = self._store.node
         for words in effects:
             self._take_one(client, words[0].upper(), words)
-        self._writes += 1
+        self.writes += 1
 
     def _forget(self) -> None:
         for table in (
@@ -115,6 +118,8 @@ class Written:
             self._leases[words[1]] = words[2]
         elif name == b"SET":
             self._lives_since_s.setdefault(words[1], self._now_s())
+        elif name == b"HDEL" and words[1] in self._registries:
+            self._note(UNREGISTERED)
         elif name in (b"DEL", b"UNLINK"):
             for key in words[1:]:
                 if self._leases.pop(key, None) is not None and self._goes_on(client):
@@ -173,7 +178,7 @@ class Written:
         return now_s - last_s <= HEARD_EVERY_S and since_s <= now_s - for_s
 
     def _note(self, moment: str) -> None:
-        self._moments[moment] = self._now_s(), self._writes
+        self._moments[moment] = self._now_s(), self.writes
 
     def met(self) -> set[str]:
         """Return the moments of just now."""
@@ -181,7 +186,7 @@ class Written:
 
     def since(self, moments: Collection[str]) -> int:
         """Return how many writes there were from the earliest of these moments on, if they were just now."""
-        return max((self._writes - self._moments[moment][1] for moment in moments if moment in self.met()), default=0)
+        return max((self.writes - self._moments[moment][1] for moment in moments if moment in self.met()), default=0)
 
     def judge_memory(self, router: str, worker: WorkerKey) -> None:
         """Judge that a router goes on from its memory of a worker."""

@@ -30,6 +30,12 @@ LOOK_S = 1.0
 # have changed.
 RETRY_S = 10.0
 
+# Why a worker is not taken over that is registered in the former schema alone, where it is not known what was taken over.
+RECORD_LOST = (
+    "Redis lost the record of what was taken over, so it was unregistered here, or registered there since: register it "
+    "here, or unregister it there"
+)
+
 # The code of the error if a source that takes precedence describes the worker differently, or would bring it back.
 SETTLED = "kept_by_source"
 
@@ -64,14 +70,14 @@ class Adoption:
 
     async def look(self) -> None:
         """Take over changes of the former registry, and note which schemas Redis holds. Raises StoreError."""
-        seen = await self._schemas.look(VERSION)
+        seen = await self._schemas.look(VERSION, has_adopted=self._version is not None)
         version = seen.former_version
         self._show(seen.newer, version is not None)
         if version is None:
             self._take_problems([])
         elif version != self._version or (self.problems and self._clock() > self._tried_s + RETRY_S):
             self._tried_s = self._clock()
-            self._take_problems(await self._adopt(version))
+            self._take_problems(await self._adopt(version, seen.is_adopted))
             self._version = version
 
     def _show(self, newer: dict[int, str], has_former: bool) -> None:
@@ -102,14 +108,27 @@ class Adoption:
         self.problems = problems
         self._metrics.registrations_left.set(len(problems))
 
-    async def _adopt(self, version: int) -> list[str]:
-        """Take over the former registry at this version; return why some registrations were not taken over."""
+    async def _adopt(self, version: int, before: bool) -> list[str]:
+        """Take over the former registry; return why some registrations were not taken over.
+
+        Args:
+            version: The version of the former registry.
+            before: Whether it was taken over before.
+        """
         former, unreadable = await self._schemas.former()
         adopted = await self._schemas.adopted()
+        is_lost = before and adopted.version is None
         problems = [_problem(str(error)) for error in unreadable]
         taken = 0
         for worker, raw in former.items():
             if adopted.workers.get(keys.worker_tag(worker)) == raw:
+                continue
+            if is_lost:
+                # Whether the registration here is newer is not known.
+                if self._fleet.knows(worker):
+                    await self._schemas.adopt(worker, raw)
+                else:
+                    problems.append(_problem(f"worker {printable(worker.route_name)}: {RECORD_LOST}"))
                 continue
             try:
                 await self._fleet.register(registry.decode(worker, raw, keys.FORMER_PREFIX))
@@ -126,10 +145,11 @@ class Adoption:
         gone = {tag: raw for tag, raw in adopted.workers.items() if tag not in tags}
         # A worker missing from the former schema's registry was dropped there only if the count of changes rose and
         # every entry can be read. Otherwise it was lost, and stays registered here.
-        if version > adopted.version and not unreadable:
+        if adopted.version is not None and version > adopted.version and not unreadable:
             for tag, raw in gone.items():
                 await self._drop(tag, raw)
-        await self._schemas.adopt_version(version)
+        if not (is_lost and problems):
+            await self._schemas.adopt_version(version)
         if taken:
             log.info("registrations taken over", extra={"workers": taken, "schema": keys.FORMER_SCHEMA})
         return problems

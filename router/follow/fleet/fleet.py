@@ -147,6 +147,10 @@ class Fleet:
             except StoreError as error:
                 log.debug("registrations not read from Redis", extra={"error": str(error)})
 
+    def knows(self, worker: WorkerKey) -> bool:
+        """Return whether the worker is registered, as far as this process has read."""
+        return worker in self._followers
+
     async def read_changes(self) -> None:
         """Apply the changes of other processes that are not known here yet. Raises StoreError."""
         async with self._lock:

@@ -10,7 +10,7 @@ percent-quoted, so that no brace, colon, slash or newline in it can reach anothe
 
 | key | type | content |
 |---|---|---|
-| `kvr:schemas` | HASH | number of each schema that this Redis holds -> version of the router that wrote it first |
+| `kvr:schemas` | HASH | number of each schema that this Redis holds -> version of its first router; `SCHEMAS_ADOPTED` |
 | `kvr:3:models` | SET | the quoted names of the models that have workers |
 | `kvr:3:registrations` | STRING | number of changes ever made to the registry, which shows whether to read it again |
 | `kvr:3:routers` | HASH | token of each router process -> its heartbeat (`heartbeat.py`) |
@@ -48,6 +48,9 @@ FORMER_PREFIX = f"kvr:{FORMER_SCHEMA}:"
 FORMER_REGISTRATIONS = f"{FORMER_PREFIX}registrations"
 
 SCHEMAS = "kvr:schemas"
+# Present once the former registry was taken over: a record of that in ADOPTED without its version was lost, because a
+# store that evicts keys takes each one alone. Routers that do not know the field skip it, as it is no number.
+SCHEMAS_ADOPTED = f"{SCHEMA} adopted"
 ADOPTED = f"{PREFIX}adopted"
 # The field with the version up to which the former registry was adopted; no tag is equal to it.
 ADOPTED_VERSION = "version"

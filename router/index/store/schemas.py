@@ -28,13 +28,15 @@ class SchemasSeen(msgspec.Struct, frozen=True):
     newer: dict[int, str]
     # The version of the former schema's registry, None if there is none.
     former_version: int | None
+    # Whether it was noted that the former registry was taken over.
+    is_adopted: bool
 
 
 class Adopted(msgspec.Struct, frozen=True):
     """The part of the former schema's registry that was taken over."""
 
-    # The version up to which the former registry was taken over.
-    version: int
+    # The version up to which the former registry was taken over, None if there is none or it was lost.
+    version: int | None
     # The former registrations that were taken over, by the worker's tag.
     workers: dict[str, bytes]
 
@@ -46,17 +48,21 @@ class Schemas:
         self._transactions = transactions
         self._servers = transactions.servers
 
-    async def look(self, software: str) -> SchemasSeen:
+    async def look(self, software: str, *, has_adopted: bool = False) -> SchemasSeen:
         """Note this schema with this router's version, unless it is noted already, and return the other schemas.
 
         Args:
             software: The version of this router.
+            has_adopted: Whether this router took the former registry over, which is noted, too.
         """
         key, former = keys.SCHEMAS, keys.FORMER_REGISTRATIONS
-        newer = {}
+        newer, is_adopted = {}, False
         try:
             await self._transactions.reply(key, command("HSETNX", key, keys.SCHEMA, software))
+            if has_adopted:
+                await self._transactions.reply(key, command("HSETNX", key, keys.SCHEMAS_ADOPTED, software))
             for field, value in pairs(await self._transactions.reply(key, command("HGETALL", key))):
+                is_adopted |= field == keys.SCHEMAS_ADOPTED.encode()
                 if (number := _number(field)) is not None and number > keys.SCHEMA:
                     newer[number] = value.decode(errors="replace")
         except StoredValueError as error:
@@ -66,7 +72,7 @@ class Schemas:
         except StoredValueError:
             # Routers of the former schema drop such a value and count again from 0.
             version = b""
-        return SchemasSeen(newer, None if version is None else _number(version) or 0)
+        return SchemasSeen(newer, None if version is None else _number(version) or 0, is_adopted)
 
     async def former(self) -> tuple[dict[WorkerKey, bytes], list[StoredValueError]]:
         """Return the registrations of the former schema, and the values of it that cannot be read."""
@@ -83,7 +89,7 @@ class Schemas:
         except StoredValueError as error:
             await self._drop(error)
             fields = {}
-        version = _number(fields.pop(keys.ADOPTED_VERSION.encode(), b"")) or 0
+        version = _number(fields.pop(keys.ADOPTED_VERSION.encode(), b""))
         return Adopted(version, {decode_text(tag): raw for tag, raw in fields.items()})
 
     async def adopt(self, worker: WorkerKey, raw: bytes | None) -> None:
