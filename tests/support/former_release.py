@@ -40,13 +40,16 @@ def environment(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(folder), UNCOMPILED: "1"}
 
 
-def dump(client: Any) -> Stored:
-    """Return all keys of a store by name.
+def dump(client: Any, without: tuple[bytes, ...] = ()) -> Stored:
+    """Return all keys of a store by name, without those that begin like one of `without`.
 
     Values that are not readable text are Base64; keys that expire have `expires_ms`.
     """
     stored: Stored = {}
     for key in sorted(client.scan_iter(count=1000)):
+        # A router that runs may delete its own keys meanwhile.
+        if key.startswith(without):
+            continue
         kind = client.type(key).decode()
         stored[_text(key)] = {"type": kind, "value": _READERS[kind](client, key)}
         if (left := client.pttl(key)) > 0:

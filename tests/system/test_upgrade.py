@@ -65,10 +65,8 @@ def left(server: StoreServer, churn: Churn) -> Stored:
 
 def others(server: StoreServer) -> Stored:
     """Return all entries that are not this schema's and do not expire."""
-    entries = former_release.dump(server.client)
-    return {
-        key: entry for key, entry in entries.items() if not key.encode().startswith(OWN) and "expires_ms" not in entry
-    }
+    entries = former_release.dump(server.client, without=OWN)
+    return {key: entry for key, entry in entries.items() if "expires_ms" not in entry}
 
 
 def start(tmp_path: Path, server: StoreServer, name: str = "new", *flags: str) -> RouterProcess:
