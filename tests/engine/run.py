@@ -51,16 +51,14 @@ LEFT_OUT = re.compile(r"^(torch|torchaudio|torchvision|torchcodec)\b")
 TESTING = ["pytest>=8.3,<10", "pytest-xdist>=3.6,<4", "hypothesis>=6.100,<7", "httpx>=0.27,<1"]
 # Tests marked as slow run only where their file is named, as by `make hand-over-proof`.
 EVERYDAY = ["-m", "not slow"]
-# The tests of a file share their engine, whose start takes the longest. Tests wait for engines and for each other more
-# than they compute, so there is a process more than there are cores. A process of these tests takes 1 to 2 GB.
-MAX_PROCESSES = 4
-PROCESSES = min((os.cpu_count() or 1) + 1, MAX_PROCESSES)
-PARALLEL = [f"--numprocesses={PROCESSES}", "--dist=loadfile", "--no-loadscope-reorder"]
+# The tests of a file share their engine, whose start takes the longest. A process of these tests takes 1 to 2 GB. With one
+# more than there are cores, beside SGLang's, a patch once did not answer in time.
+PARALLEL = ["--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile", "--no-loadscope-reorder"]
 # The exit status of pytest after Ctrl-C.
 INTERRUPTED = 2
 # A name that no process of pytest-xdist has here: `tests/support/ports.py` gives each name its own range of ports.
 BESIDE = "gw9"
-# CI runs another suite beside this one, whose processes of pytest-xdist have the same names.
+# Another suite may run beside this one, whose processes of pytest-xdist have the same names.
 FIRST_SHARE = {"KVROUTER_TEST_FIRST_SHARE": "10"}
 
 
