@@ -58,8 +58,6 @@ PARALLEL = ["--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile", "--no-
 INTERRUPTED = 2
 # A name that no process of pytest-xdist has here: `tests/support/ports.py` gives each name its own range of ports.
 BESIDE = "gw9"
-# Another suite may run beside this one, whose processes of pytest-xdist have the same names.
-FIRST_SHARE = {"KVROUTER_TEST_FIRST_SHARE": "10"}
 
 
 def cache_folder() -> Path:
@@ -183,7 +181,7 @@ def main() -> int:
 
 
 def pytest_environment(packages: list[Path]) -> dict[str, str]:
-    return {**os.environ, **FIRST_SHARE, "PYTHONPATH": os.pathsep.join(map(str, packages))}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, packages))}
 
 
 def become_pytest(python: Path, packages: list[Path], arguments: list[str]) -> int:

@@ -16,9 +16,7 @@ import time
 # Linux gives outgoing connections the ports 32,768 and up.
 FIRST, LAST = 11_000, 32_000
 # The number of test processes that may run at the same time (pytest-xdist names them gw0, gw1 ...).
-SHARES = 20
-# Names the first share of a suite that runs beside another one.
-FIRST_SHARE_VARIABLE = "KVROUTER_TEST_FIRST_SHARE"
+SHARES = 10
 WAIT_S, POLL_S = 30.0, 0.01
 
 
@@ -32,8 +30,7 @@ def free_port() -> int:
 
     A process returns each port of its range once before it returns one again.
     """
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    number = (int(os.environ.get(FIRST_SHARE_VARIABLE, "0")) + worker) % SHARES
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % SHARES
     size = (LAST - FIRST) // SHARES
     for step in itertools.islice(_steps, size):
         port = FIRST + number * size + step % size

@@ -13,9 +13,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-# The words of a lock: its version, and whether a reader asks for a pause.
-LOCK_WORDS = 2
-
 
 class Seqlock:
     """The version of data that changes in sections, which begin and end with the writer's calls.
@@ -24,7 +21,7 @@ class Seqlock:
     """
 
     def __init__(self, words: NDArray[np.uint64]) -> None:
-        """Use these LOCK_WORDS words, all zero before the first use."""
+        """Use these two words, all zero before the first use: the version, and whether a reader asks for a pause."""
         self.words = words
         # How many sections are open, one in another.
         self.depth = 0

@@ -59,12 +59,13 @@ class Schemas:
         newer, is_adopted = {}, False
         try:
             await self._transactions.reply(key, command("HSETNX", key, keys.SCHEMA, software))
-            if has_adopted:
-                await self._transactions.reply(key, command("HSETNX", key, keys.SCHEMAS_ADOPTED, software))
             for field, value in pairs(await self._transactions.reply(key, command("HGETALL", key))):
                 is_adopted |= field == keys.SCHEMAS_ADOPTED.encode()
                 if (number := _number(field)) is not None and number > keys.SCHEMA:
                     newer[number] = value.decode(errors="replace")
+            if has_adopted and not is_adopted:
+                await self._transactions.reply(key, command("HSETNX", key, keys.SCHEMAS_ADOPTED, software))
+                is_adopted = True
         except StoredValueError as error:
             await self._drop(error)
         try:
